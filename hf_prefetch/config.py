@@ -1,0 +1,54 @@
+"""PrefetchConfig: what a user can choose, checked before anything is touched; the only place with defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DEFAULT_SLOTS", "MAX_SLOTS", "MIN_SLOTS", "PrefetchConfig"]
+
+MIN_SLOTS = 2
+MAX_SLOTS = 4
+DEFAULT_SLOTS = 3
+
+
+@dataclass(frozen=True)
+class PrefetchConfig:
+    """Options of one enabled model.
+
+    Args:
+        slots: device buffers that the expert banks rotate through, each as large as the largest bank. 0 is off;
+            2 to 4 work; 3 is recommended. One slot could never be refilled while it is read, so nothing would
+            overlap; more than four gain nothing over a lookahead of two.
+        lookahead_gate: a call takes the lookahead path from this many routed ids per expert on. Below it most
+            experts are unlikely to be needed soon enough for a whole-bank copy to pay.
+        progress: show a progress bar while weights are moved; None shows one only where somebody would see it.
+
+    Raises:
+        TypeError: `slots` is not an integer (a bool or a string is not one), or `progress` is not a bool.
+        ValueError: a value outside its range; the message says why.
+    """
+
+    slots: int = DEFAULT_SLOTS
+    lookahead_gate: int = 2
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "lookahead_gate"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}.")
+        if self.slots == 1:
+            raise ValueError(
+                "slots=1 makes no sense: the only slot would be refilled while the layer that reads it still "
+                "computes, so no copy could overlap. Use slots=3 (recommended), 2 or 4, or slots=0 to switch it off."
+            )
+        if self.slots != 0 and not MIN_SLOTS <= self.slots <= MAX_SLOTS:
+            raise ValueError(
+                f"slots must be 0 (off) or {MIN_SLOTS} to {MAX_SLOTS}, got {self.slots}: the lookahead is two "
+                f"expert banks, so more than {MAX_SLOTS} slots would only hold device memory. "
+                f"{DEFAULT_SLOTS} is recommended."
+            )
+        if self.lookahead_gate < 0:
+            raise ValueError(f"lookahead_gate counts routed ids per expert and can't be negative, got {self.lookahead_gate}.")
+        if self.progress is not None and not isinstance(self.progress, bool):
+            raise TypeError(f"progress must be True, False or None, got {self.progress!r}.")

@@ -1,0 +1,1 @@
+"""Device side: the slots that expert banks rotate through."""

@@ -1,0 +1,177 @@
+"""Slot and SlotRing: device buffers that expert banks rotate through, and all the ordering between the two streams.
+
+[Note: the four orderings]
+A slot is written on the copy stream only and read on the compute stream only, so four orderings are all there is:
+
+    write after read    `fill` makes the copy stream wait for `slot.free`, recorded by the compute stream in `release`
+    first write         `grow` records `slot.free` too: the allocator may hand out memory that older kernels still use
+    read after write    `hold` makes the compute stream wait for `slot.ready`, recorded by the copy stream in `fill`
+    write after write   both writes are on the copy stream, which runs in order
+
+Nothing else orders anything: there is no host synchronisation outside `close`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layout import BankLayout
+from ..memory.ledger import Ledger, Purpose
+from ..memory.store import StoredBank
+from ..streams import StreamDevice
+
+__all__ = ["Slot", "SlotRing", "SlotState"]
+
+
+class SlotState(Enum):
+    """FREE: holds nothing of use. FILLED: a bank's copy was enqueued. HELD: a forward reads it."""
+
+    FREE = "free"
+    FILLED = "filled"
+    HELD = "held"
+
+
+@dataclass(eq=False)
+class Slot:
+    """One buffer, and the two events that travel with it.
+
+    Attributes:
+        buffer: flat uint8 tensor on the device.
+        ready: recorded by the copy stream at the end of `fill`; waited for by the compute stream in `hold`.
+        free: recorded by the compute stream in `grow` and `release`; waited for by the copy stream in `fill`.
+        bank: index of the bank whose bytes are here or on their way; None when free.
+    """
+
+    buffer: torch.Tensor
+    ready: Any
+    free: Any
+    state: SlotState = SlotState.FREE
+    bank: int | None = None
+    _tensors: dict[BankLayout, dict[str, nn.Parameter]] = field(default_factory=dict)
+
+    def tensors(self, layout: BankLayout) -> dict[str, nn.Parameter]:
+        """The bank's tensors in this slot.
+
+        They never require grad: autocast keeps casts of leaves that do, by the leaf's identity, and would hand the
+        cast of one bank to the next bank that passes through the slot.
+        """
+        if layout not in self._tensors:
+            with torch.inference_mode(False):
+                views = layout.views(self.buffer).items()
+                self._tensors[layout] = {name: nn.Parameter(view, requires_grad=False) for name, view in views}
+        return self._tensors[layout]
+
+
+class SlotRing:
+    """The slots of one device: the one owner of which slot a bank gets.
+
+    Slots are given out in rotation by a step counter, whatever the banks are called, passing over those that are held
+    or whose bank the caller wants to keep.
+    """
+
+    def __init__(self, device: StreamDevice, slot_nbytes: int, ledger: Ledger) -> None:
+        self.device = device
+        self.slot_nbytes = slot_nbytes
+        self._ledger = ledger
+        self._slots: list[Slot] = []
+        self._step = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slot_of(self, bank: int) -> Slot | None:
+        """The slot that holds a bank's bytes or has them on their way, if any."""
+        return next((slot for slot in self._slots if slot.bank == bank), None)
+
+    def grow(self, count: int) -> None:
+        """Allocate slots until there are `count`.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for one of them; those before it stay.
+        """
+        while len(self._slots) < count:
+            slot = Slot(self.device.allocate(self.slot_nbytes), self.device.new_event(), self.device.new_event())
+            self.device.record(slot.free, self.device.compute_stream())
+            self._slots.append(slot)
+            self._ledger.take(Purpose.SLOTS, self.slot_nbytes)
+
+    def shrink(self, count: int) -> None:
+        """Free slots until there are `count`, after their last copy and kernel have ended."""
+        self._drain()
+        while len(self._slots) > count:
+            self._slots.pop()
+            self._ledger.give(Purpose.SLOTS, self.slot_nbytes)
+
+    def fill(self, stored: StoredBank, keep: Collection[int] = ()) -> bool:
+        """Enqueue the copy of a bank into the next slot. Does nothing if the bank is in a slot already.
+
+        Args:
+            stored: the bank and its bytes in host memory.
+            keep: indices of banks whose slots must not be taken for it.
+
+        Returns:
+            Whether the bank is in a slot now, or on its way; False if there was no slot to take.
+        """
+        if self.slot_of(stored.bank.index) is not None:
+            return True
+        slot = self._next_slot(keep)
+        if slot is None:
+            return False
+        # Until the record below the slot belongs to nobody: an interrupt in between costs this copy and nothing else.
+        slot.state, slot.bank = SlotState.FREE, None
+        copy_stream = self.device.copy_stream()
+        self.device.wait(copy_stream, slot.free)
+        self.device.copy(copy_stream, slot.buffer[: stored.bank.nbytes], stored.block)
+        self.device.record(slot.ready, copy_stream)
+        slot.state, slot.bank = SlotState.FILLED, stored.bank.index
+        return True
+
+    def hold(self, bank: int, layout: BankLayout) -> dict[str, nn.Parameter]:
+        """Make the compute stream wait for a bank's bytes and hand out its tensors. `fill` came before.
+
+        Raises:
+            KeyError: the bank is in no slot.
+        """
+        slot = self.slot_of(bank)
+        if slot is None:
+            raise KeyError(f"bank {bank} is in no slot")
+        self.device.wait(self.device.compute_stream(), slot.ready)
+        slot.state = SlotState.HELD
+        return slot.tensors(layout)
+
+    def release(self, bank: int) -> None:
+        """The forward that read a bank is enqueued: its slot may be refilled once that has run. Idempotent."""
+        slot = self.slot_of(bank)
+        if slot is not None and slot.state is SlotState.HELD:
+            self.device.record(slot.free, self.device.compute_stream())
+            slot.state, slot.bank = SlotState.FREE, None
+
+    def close(self) -> None:
+        """Free all slots, after the last copy and kernel that use them have ended. Idempotent."""
+        self.shrink(0)
+
+    def _next_slot(self, keep: Collection[int]) -> Slot | None:
+        count = len(self._slots)
+        for offset in range(count):
+            slot = self._slots[(self._step + offset) % count]
+            if slot.state is not SlotState.HELD and slot.bank not in keep:
+                self._step += offset + 1
+                return slot
+        return None
+
+    def _drain(self) -> None:
+        """Hold the host until nothing reads or writes a slot any more: memory is about to be freed."""
+        if not self._slots:
+            return
+        for slot in self._slots:
+            self.device.synchronize(slot.free)
+        for stream in (self.device.copy_stream(), self.device.compute_stream()):
+            event = self.device.new_event()
+            self.device.record(event, stream)
+            self.device.synchronize(event)

@@ -1,0 +1,157 @@
+"""ExpertPrefetchHook: points an experts module's parameters at the device for one call, and back again.
+
+An accelerate ModelHook, so that the ecosystem finds it where it looks (`module._hf_hook`). Its work is not in
+`pre_forward` and `post_forward`, though: accelerate skips `post_forward` when the forward raises, and what must be
+restored then are the module's own weights. `init_hook` wraps the original forward instead, and `detach_hook` unwraps it.
+Others may detach and attach the hook again (`add_hook_to_module(append=True)` does); that neither allocates nor frees.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from accelerate.utils import send_to_device
+from torch import nn
+
+from .discovery import ExpertBank
+from .scheduling.scheduler import PrefetchScheduler
+
+__all__ = ["ExpertPrefetchHook", "attach", "detach", "flatten", "hook_of"]
+
+# Set on a wrapped forward: what it wraps, and for whom.
+_ORIGINAL = "_hf_prefetch_original"
+_OWNER = "_hf_prefetch_owner"
+
+
+class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
+    """Runs a bank's modules on tensors that the scheduler hands out."""
+
+    def __init__(self, scheduler: PrefetchScheduler, bank: ExpertBank, device: torch.device) -> None:
+        self.scheduler = scheduler
+        self.bank = bank
+        self.device = device
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Wrap the forward that accelerate has just put aside."""
+        original: Callable[..., Any] = module.__dict__["_old_forward"]
+        wrapped = _opaque(functools.wraps(original)(functools.partial(self._run, module, original)))
+        setattr(wrapped, _ORIGINAL, original)
+        setattr(wrapped, _OWNER, self)
+        module.__dict__["_old_forward"] = wrapped
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Unwrap it."""
+        wrapped = module.__dict__["_old_forward"]
+        module.__dict__["_old_forward"] = getattr(wrapped, _ORIGINAL, wrapped)
+        return module
+
+    def _run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and args[0].device != self.device:
+            args, kwargs = send_to_device(args, self.device), send_to_device(kwargs, self.device)
+        with self.scheduler.lock:
+            try:
+                tensors = self.scheduler.acquire(self.bank, self.bank.routed_ids(args, kwargs))
+                module._parameters.update(tensors)
+                return self._forward(forward, args, kwargs)
+            finally:
+                module._parameters.update(self.bank.parameters)
+                self.scheduler.release(self.bank)
+
+    def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # A slot is refilled long before a backward could read it, so no graph may be built over it.
+        with torch.no_grad():
+            output = forward(*args, **kwargs)
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        watched = [value for value in (*inputs, *self.bank.parameters.values()) if value.requires_grad]
+        if not watched:
+            return output
+        refuse = functools.partial(_RefuseBackward.apply, self.bank.name)
+        if isinstance(output, torch.Tensor):
+            return refuse(output, *watched)
+        return type(output)(refuse(item, *watched) if isinstance(item, torch.Tensor) else item for item in output)
+
+
+class _RefuseBackward(torch.autograd.Function):
+    """Identity whose gradient is an error: silence would mean wrong gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, output: torch.Tensor, *watched: torch.Tensor) -> torch.Tensor:
+        ctx.name = name
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"Backward reached the experts of {ctx.name}, which are prefetched: their weights have left the device since the "
+            "forward, so there is no gradient through them. Call disable_expert_prefetch(model) before training, or run the "
+            "forward under torch.no_grad()."
+        )
+
+
+def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo from tracing the hook: it must run at each call, and host weights must not enter a compiled graph.
+
+    Importing Dynamo only to tell it so would take seconds; nothing is traced before somebody else has imported it.
+    """
+
+    @functools.cache
+    def untraced() -> Callable[..., Any]:
+        return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = untraced() if "torch._dynamo" in sys.modules else function
+        return run(*args, **kwargs)
+
+    return call
+
+
+def attach(module: nn.Module, hook: ExpertPrefetchHook) -> None:
+    """Put the hook on a module.
+
+    Raises:
+        ValueError: the module's experts are prefetched already, through another model object.
+    """
+    if hook_of(module) is not None:
+        raise ValueError(
+            f"The experts in {hook.bank.name} are already prefetched through another object that holds the same modules. "
+            "Call disable_expert_prefetch on that one first."
+        )
+    add_hook_to_module(module, hook)
+
+
+def hook_of(module: nn.Module) -> ExpertPrefetchHook | None:
+    """Our hook on a module: alone, chained with others, or below one that replaced it."""
+    for place in ("_old_forward", "forward"):
+        owner = getattr(module.__dict__.get(place), _OWNER, None)
+        if owner is not None:
+            return owner  # type: ignore[no-any-return]
+    return None
+
+
+def detach(module: nn.Module) -> None:
+    """Take our hook off, whatever others have done to the module since, and leave theirs in place. Idempotent."""
+    if hook_of(module) is None:
+        return
+    others = [hook for hook in flatten(module.__dict__.get("_hf_hook")) if not isinstance(hook, ExpertPrefetchHook)]
+    remove_hook_from_module(module)
+    module.forward = getattr(module.forward, _ORIGINAL, module.forward)
+    if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
+        del module.forward
+    for position, hook in enumerate(others):
+        add_hook_to_module(module, hook, append=position > 0)
+
+
+def flatten(hook: ModelHook | None) -> list[ModelHook]:
+    """A hook as the list of hooks that it chains, in the order in which they run."""
+    if isinstance(hook, SequentialHook):
+        return [inner for outer in hook.hooks for inner in flatten(outer)]
+    return [] if hook is None else [hook]

@@ -1,0 +1,68 @@
+"""BankLayout: where each tensor of an expert bank lies in one block of bytes.
+
+A host arena and a device slot use the same layout, so a bank travels as one copy and arrives with the strides that its
+module's parameters have (invariant 5 of the design).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["ALIGNMENT", "BankLayout", "TensorSpec", "is_dense"]
+
+# The kernels that read experts want 16 bytes; torch's own allocators give 256 and more, and so do slots and arenas.
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a bank: `offset` and `nbytes` in bytes, `stride` in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+    def view(self, block: torch.Tensor) -> torch.Tensor:
+        """This tensor inside `block`, a flat uint8 tensor that holds the whole bank."""
+        flat = block[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class BankLayout:
+    """All tensors of a bank, and the size of the block that holds them, in bytes."""
+
+    specs: tuple[TensorSpec, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, torch.Tensor]]) -> BankLayout:
+        """Lay tensors one after the other, each at a multiple of `ALIGNMENT`."""
+        specs, offset = [], 0
+        for name, tensor in tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            specs.append(TensorSpec(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, offset, nbytes))
+            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(specs), offset)
+
+    def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Every tensor inside `block`, by name."""
+        return {spec.name: spec.view(block) for spec in self.specs}
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill a range of memory without gaps or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,116 @@
+"""HostStore: the bytes of every expert bank in host memory, one arena a bank, and the way there and back."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from ..discovery import ExpertBank
+from ..streams import StreamDevice
+from .ledger import Ledger, Purpose
+from .pinned import Arena
+
+__all__ = ["HostStore", "StoredBank"]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredBank:
+    """A bank in the store: its block in host memory, and on which device each of its parameters was before."""
+
+    bank: ExpertBank
+    arena: Arena
+    origins: dict[str, torch.device]
+
+    @property
+    def block(self) -> torch.Tensor:
+        """The bank's bytes: a flat uint8 tensor in host memory, laid out as `bank.layout` says."""
+        return self.arena.block
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the block is page-locked."""
+        return self.arena.is_pinned
+
+
+class HostStore:
+    """Moves banks into arenas one at a time, so that never more than one bank exists twice.
+
+    Attributes:
+        ledger: what is held.
+        refusals: why the system refused to page-lock, if it did.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.refusals: list[str] = []
+        self._stored: dict[int, StoredBank] = {}
+
+    def __getitem__(self, bank: ExpertBank) -> StoredBank:
+        return self._stored[bank.index]
+
+    def bank(self, index: int) -> ExpertBank:
+        """The bank with this index."""
+        return self._stored[index].bank
+
+    def adopt(self, bank: ExpertBank, device: StreamDevice) -> None:
+        """Move a bank's bytes into an arena, page-lock it for `device`, and point the bank's Parameters there.
+
+        The Parameters keep their identity; the memory that they had is free as soon as nobody else holds it. Where the
+        system refuses to page-lock, the bank stays pageable and the reason is appended to `refusals`.
+        """
+        arena = Arena(bank.nbytes, self.ledger)
+        views = arena.views(bank.layout)
+        origins = {name: parameter.device for name, parameter in bank.parameters.items()}
+        # From here on `give_back` can undo whatever an error or an interrupt leaves half done.
+        self._stored[bank.index] = StoredBank(bank, arena, origins)
+        self.ledger.take(Purpose.BANKS, bank.nbytes)
+        if any(origin.type != "cpu" for origin in origins.values()):
+            # A download is fastest into locked pages, and locking is fastest on pages that are there.
+            arena.touch()
+            self._pin(arena, device)
+        with torch.no_grad():
+            for name, parameter in bank.parameters.items():
+                views[name].copy_(parameter)
+        self._pin(arena, device)
+        for name, parameter in bank.parameters.items():
+            parameter.data = views[name]
+
+    def _pin(self, arena: Arena, device: StreamDevice) -> None:
+        # What the system refused once it will refuse again: asking for each bank would only repeat the message.
+        if device.can_pin and not self.refusals:
+            refusal = arena.pin(device)
+            if refusal is not None:
+                self.refusals.append(refusal)
+
+    def give_back(self, bank: ExpertBank) -> None:
+        """Move a bank's Parameters back to the devices where they were; on the CPU they stay in their arena. Idempotent.
+
+        No copy from the arena may be under way. Where a device has no room any more, they stay in host memory and a
+        warning says so.
+        """
+        stored = self._stored.pop(bank.index, None)
+        if stored is None:
+            return
+        try:
+            for name, parameter in bank.parameters.items():
+                parameter.data = parameter.data.to(stored.origins[name])
+        except torch.OutOfMemoryError:
+            warnings.warn(
+                f"hf_prefetch: {bank.name} stays in host memory, there is no room for its {bank.nbytes / 2**20:,.0f} MiB on "
+                f"{stored.origins[name]}. Free memory there and call model.to(...), or enable prefetching again.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        finally:
+            self._let_go(stored)
+
+    def close(self) -> None:
+        """Give every page lock back. No copy from the arenas may be under way. Idempotent."""
+        while self._stored:
+            self._let_go(self._stored.popitem()[1])
+
+    def _let_go(self, stored: StoredBank) -> None:
+        stored.arena.unpin()
+        self.ledger.give(Purpose.BANKS, stored.bank.nbytes)

@@ -1,0 +1,157 @@
+"""Counters of what happened, and Report: the same as a frozen value that prints as a table."""
+
+from __future__ import annotations
+
+import html
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from .streams import StreamDevice
+
+__all__ = ["Counters", "Report"]
+
+# Marks are read once their device has passed them; more than this many unread ones are looked through now and then.
+_UNREAD_MARKS = 512
+
+
+@dataclass(frozen=True)
+class Report:
+    """What prefetching did. Prints as a table, in a notebook too.
+
+    Attributes:
+        slots: device buffers asked for.
+        banks: expert banks that live in host memory.
+        devices: what they compute on.
+        calls: calls of experts modules.
+        lookahead_calls: those big enough for whole banks to be copied ahead.
+        lookahead_hits: calls whose bank had been sent before it was asked for.
+        copies: banks sent to the device, and `bytes_to_device` their bytes.
+        unused_copies: banks that were sent ahead and never asked for.
+        stall_seconds: time that the device stood still, waiting for experts.
+        fallbacks: failures after which a slower way was taken. Choices between ways don't count.
+        looks_ahead: whether banks can be sent ahead at all.
+        device_bytes: device memory held for slots.
+        host_bytes: host memory held for banks, and `pinned_bytes` the page-locked part of it.
+    """
+
+    slots: int
+    banks: int
+    devices: tuple[str, ...]
+    calls: int
+    lookahead_calls: int
+    lookahead_hits: int
+    copies: int
+    unused_copies: int
+    bytes_to_device: int
+    stall_seconds: float
+    fallbacks: int
+    looks_ahead: bool
+    device_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """What the table shows: name, value, and what it means."""
+        plain = self.calls - self.lookahead_calls
+        of_calls = f"of {self.lookahead_calls:,} calls of many tokens (prefill)"
+        pinned = f"{self.pinned_bytes / self.host_bytes:.0%} of it page-locked" if self.host_bytes else "nothing held"
+        copies = f"in {self.copies:,} copies, {self.unused_copies:,} of them unused"
+        return [
+            ("device", ", ".join(self.devices), "looks ahead" if self.looks_ahead else "does not look ahead: plain copies"),
+            ("expert banks", f"{self.banks:,}", "layers whose experts live in host memory"),
+            ("slots", f"{self.slots}", f"{_size(self.device_bytes)} on the device"),
+            ("host memory", _size(self.host_bytes), pinned),
+            ("lookahead hits", f"{self.lookahead_hits:,}", of_calls),
+            ("plain calls", f"{plain:,}", "of few tokens (decode): their bank is copied when needed"),
+            ("sent to device", _size(self.bytes_to_device), copies),
+            ("stall", f"{self.stall_seconds:.3f} s", "in which the device stood waiting for experts"),
+            ("fallbacks", f"{self.fallbacks:,}", "failures answered by a slower way" if self.fallbacks else "nothing failed"),
+        ]
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"{name:<{widths[0]}}  {value:>{widths[1]}}  {meaning}" for name, value, meaning in rows]
+        rule = "-" * max(map(len, lines))
+        return "\n".join(["expert prefetch", rule, *lines])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name)}</th><td style='text-align:right'>{html.escape(value)}</td>"
+            f"<td style='text-align:left'>{html.escape(meaning)}</td></tr>"
+            for name, value, meaning in self.rows()
+        )
+        return f"<table><caption>expert prefetch</caption><tbody>{cells}</tbody></table>"
+
+
+@dataclass
+class Counters:
+    """What the scheduler counts while it works."""
+
+    calls: int = 0
+    lookahead_calls: int = 0
+    lookahead_hits: int = 0
+    copies: int = 0
+    bytes_to_device: int = 0
+    fallbacks: int = 0
+    _stalled: float = 0.0
+    _sent_ahead: set[int] = field(default_factory=set)
+    _unused: int = 0
+    _marks: deque[tuple[StreamDevice, Any, Any]] = field(default_factory=deque)
+
+    def count_copy(self, bank: int, nbytes: int, *, ahead: bool) -> None:
+        """A bank was sent, ahead of use or because it is needed now."""
+        self.copies += 1
+        self.bytes_to_device += nbytes
+        if ahead:
+            self._unused += bank in self._sent_ahead
+            self._sent_ahead.add(bank)
+
+    def count_use(self, bank: int, *, in_slot: bool) -> None:
+        """A bank is needed, and its bytes are in a slot or on their way, or not."""
+        if bank in self._sent_ahead:
+            self._sent_ahead.discard(bank)
+            self.lookahead_hits += in_slot
+            self._unused += not in_slot
+
+    def count_call(self, device: StreamDevice, begin: Any, end: Any, *, looked_ahead: bool) -> None:
+        """A call of an experts module; between the two marks its stream could only wait for experts."""
+        self.calls += 1
+        self.lookahead_calls += looked_ahead
+        self._marks.append((device, begin, end))
+        if len(self._marks) > _UNREAD_MARKS:
+            self._read_marks()
+
+    def _read_marks(self) -> None:
+        while self._marks:
+            device, begin, end = self._marks[0]
+            seconds = device.elapsed(begin, end)
+            if seconds is None:
+                return
+            self._marks.popleft()
+            self._stalled += seconds
+
+    def report(self, **state: Any) -> Report:
+        """The counters so far, and the state of the scheduler given by name, as one value."""
+        self._read_marks()
+        return Report(
+            calls=self.calls,
+            lookahead_calls=self.lookahead_calls,
+            lookahead_hits=self.lookahead_hits,
+            copies=self.copies,
+            unused_copies=self._unused,
+            bytes_to_device=self.bytes_to_device,
+            stall_seconds=self._stalled,
+            fallbacks=self.fallbacks,
+            **state,
+        )
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:,.2f} {unit}"
+    return f"{nbytes} B"

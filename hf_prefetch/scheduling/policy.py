@@ -1,0 +1,42 @@
+"""Which way a call takes. Pure: it may be wrong about time, never about bytes."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = ["LOOKAHEAD", "Path", "choose_path", "depth_in_acquire"]
+
+# Bank i+2 is copied while bank i computes.
+LOOKAHEAD = 2
+
+
+class Path(Enum):
+    """LOOKAHEAD: whole banks are copied ahead of use. PLAIN: this bank is copied when it is needed."""
+
+    LOOKAHEAD = "lookahead"
+    PLAIN = "plain"
+
+
+def choose_path(routed_ids: int | None, num_experts: int, gate: int, *, can_look_ahead: bool) -> Path:
+    """The way of one call.
+
+    Args:
+        routed_ids: tokens x top-k of the call, or None where it is unknown.
+        num_experts: experts in the bank.
+        gate: routed ids per expert from which on nearly every expert is used, so that whole banks pay.
+        can_look_ahead: the device can overlap and has its slots.
+    """
+    if not can_look_ahead:
+        return Path.PLAIN
+    if routed_ids is not None and routed_ids < gate * num_experts:
+        return Path.PLAIN
+    return Path.LOOKAHEAD
+
+
+def depth_in_acquire(slots: int, *, holds_host: bool) -> int:
+    """How many banks ahead may be copied before the kernels of the current one are enqueued; `release` does the rest.
+
+    While one slot is read, `slots - 1` are left. A copy that holds the host (from pageable memory, say) is put off
+    until the kernels that it should run beside have been enqueued.
+    """
+    return 0 if holds_host else min(LOOKAHEAD, slots - 1)
