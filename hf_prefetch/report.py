@@ -102,6 +102,10 @@ class Counters:
     _unused: int = 0
     _marks: deque[tuple[StreamDevice, Any, Any]] = field(default_factory=deque)
 
+    def zeroed(self) -> Counters:
+        """New counters, which know what was sent ahead before them."""
+        return Counters(_sent_ahead=self._sent_ahead)
+
     def count_copy(self, bank: int, nbytes: int, *, ahead: bool) -> None:
         """A bank was sent, ahead of use or because it is needed now."""
         self.copies += 1

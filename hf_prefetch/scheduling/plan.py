@@ -23,8 +23,12 @@ class LookaheadOrder:
 
     def observe(self, bank: int) -> None:
         """A bank is being called."""
+        if bank == self._last:
+            return
         if bank in self._seen_in_pass:
             self._seen_in_pass.clear()
+            if self._last is not None:
+                self._successor.pop(self._last, None)
         elif self._last is not None:
             self._successor[self._last] = bank
         self._seen_in_pass.add(bank)

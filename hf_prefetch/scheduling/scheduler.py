@@ -210,7 +210,7 @@ class PrefetchScheduler:
     def reset(self) -> None:
         """Set the counters of `report` to zero. What is held in memory stays."""
         with self.lock:
-            self.counters = Counters()
+            self.counters = self.counters.zeroed()
 
     def stop(self) -> None:
         """Wait for the last copy and kernel, and free the slots. Idempotent; `acquire` raises from here on."""

@@ -24,10 +24,10 @@ Models run as they are: inside `with device.watching():` every torch operator on
 
 from __future__ import annotations
 
-from .fake_device import FakeDevice, FakeMark
+from .fake_device import FakeDevice
 from .log import HOST, ByteRange, LogEntry
 from .policies import Chosen, Eager, Lazy, Policy, Seeded
-from .queues import DeadlockError, FakeEvent, FakeStream, Operation
+from .queues import DeadlockError, FakeEvent, FakeMark, FakeStream, Operation
 from .race_checker import Race, RaceChecker
 
 __all__ = [

@@ -11,28 +11,20 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from ..streams import StreamDevice
 from .log import HOST, ByteRange, Kind, LogEntry
-from .memory import POISON, FakeMemory
+from .memory import POISON, FakeMemory, halves
 from .policies import PolicyLike, as_policy
-from .queues import FakeEvent, FakeStream, Operation, Queues
+from .queues import FakeEvent, FakeMark, FakeStream, Operation, Queues, quietly
 from .race_checker import Race, RaceChecker
 from .watcher import Watcher
 
-__all__ = ["FakeDevice", "FakeMark"]
+__all__ = ["FakeDevice"]
 
 Touched = Iterable["torch.Tensor | ByteRange"]
-
-
-@dataclass(eq=False, slots=True)
-class FakeMark:
-    """A point in time on a stream, in seconds; None until the stream has got there."""
-
-    time: float | None = None
 
 
 class FakeDevice(StreamDevice):
@@ -158,22 +150,19 @@ class FakeDevice(StreamDevice):
             region = self.memory.region_of(destination)
             if region is None or not region.on_device:
                 raise ValueError("the destination of a copy must lie in memory that this device allocated")
-            pageable = self._is_pageable(source)
+            pageable = not self.memory.is_known(source) and not self._assume_pinned
             label = f"{destination.numel() * destination.element_size():,} bytes{' from pageable memory' * pageable}"
             reads, writes = self._ranges([source]), self._ranges([destination])
             self._note("copy", stream.name, reads, writes, label=label)
-            whole, halves = self.memory.raw(destination), _halves(self.memory.raw(destination))
-            (first, second), (first_source, second_source) = halves, _halves(self.memory.raw(source.detach()))
+            into, out_of = self.memory.raw(destination), self.memory.raw(source.detach())
+            (first, second), (first_source, second_source) = halves(into), halves(out_of)
 
             def begin() -> None:
-                whole.fill_(POISON)
+                into.fill_(POISON)
                 first.copy_(first_source)
 
-            def end() -> None:
-                second.copy_(second_source)
-
-            for half, run in (("first half", begin), ("second half", end)):
-                operation = Operation("copy", stream, f"{half} of {label}", _quietly(run), reads=reads, writes=writes)
+            for half, run in (("first half", begin), ("second half", lambda: second.copy_(second_source))):
+                operation = Operation("copy", stream, f"{half} of {label}", quietly(run), reads=reads, writes=writes)
                 self._queues.enqueue(operation)
             if pageable:
                 # The host is held until the source was read, which is after everything that stands before it.
@@ -193,7 +182,7 @@ class FakeDevice(StreamDevice):
         read, written = self._ranges(reads), self._ranges(writes)
         with self._lock:
             self._note("kernel", stream.name, read, written, label=label)
-            run = _quietly(function, inference=torch.is_inference_mode_enabled())
+            run = quietly(function, inference=torch.is_inference_mode_enabled())
             self._queues.enqueue(Operation("kernel", stream, label, run, deferred=True, reads=read, writes=written))
 
     def poison(self, tensor: torch.Tensor, stream: FakeStream | None = None) -> None:
@@ -334,26 +323,10 @@ class FakeDevice(StreamDevice):
         found = (item if isinstance(item, ByteRange) else self.range_of(item) for item in touched)
         return tuple(item for item in found if item is not None)
 
-    def _is_pageable(self, source: torch.Tensor) -> bool:
-        begin = source.data_ptr()
-        last = sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
-        nbytes = (last + 1) * source.element_size()
-        region = self.memory.overlapping(begin, nbytes)
-        if region is None:
-            return not self._assume_pinned
-        if begin < region.base or begin + nbytes > region.base + region.nbytes:
-            raise RuntimeError(
-                f"invalid argument: the source of a copy ({nbytes:,} bytes at {begin:#x}) lies partly inside and partly "
-                f"outside of {region.storage} ({region.nbytes:,} bytes at {region.base:#x})"
-            )
-        return False
-
-    def _enqueue_poison(
-        self, kind: Kind, stream: FakeStream, tensor: torch.Tensor, writes: tuple[ByteRange, ...]
-    ) -> None:
+    def _enqueue_poison(self, kind: Kind, stream: FakeStream, tensor: torch.Tensor, writes: tuple[ByteRange, ...]) -> None:
         raw = self.memory.raw(tensor)
         self._note(kind, stream.name, (), writes, label=f"{tensor.numel() * tensor.element_size():,} bytes")
-        self._queues.enqueue(Operation(kind, stream, "", _quietly(lambda: raw.fill_(POISON)), writes=writes))
+        self._queues.enqueue(Operation(kind, stream, "", quietly(lambda: raw.fill_(POISON)), writes=writes))
 
     def _reap(self) -> None:
         for region in self.memory.reap():
@@ -372,20 +345,3 @@ class FakeDevice(StreamDevice):
     ) -> None:
         self._reap()
         self.log.append(LogEntry(kind, stream, event, reads, writes, label))
-
-
-def _halves(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor cut in two along its first dimension that can be cut; the last one holds the bytes of an element."""
-    dimension = next((d for d, size in enumerate(raw.shape) if size > 1), 0)
-    middle = raw.shape[dimension] // 2
-    return raw.narrow(dimension, 0, middle), raw.narrow(dimension, middle, raw.shape[dimension] - middle)
-
-
-def _quietly(function: Callable[[], object], inference: bool = False) -> Callable[[], None]:
-    """`function` under the modes of its launch, not of whoever happens to force it."""
-
-    def run() -> None:
-        with torch.inference_mode(inference), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            function()
-
-    return run

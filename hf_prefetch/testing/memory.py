@@ -21,7 +21,7 @@ import torch
 
 from .log import ByteRange
 
-__all__ = ["POISON", "FakeMemory", "Region"]
+__all__ = ["POISON", "FakeMemory", "Region", "halves"]
 
 POISON = 0xFF
 """Bytes of poison: NaN as float32, float64, bfloat16 and float16; -1 as a signed integer."""
@@ -39,13 +39,15 @@ class Region:
         base: address of its first byte.
         nbytes: its length in bytes.
         owner: name of the stream that the buffer belongs to; None for page-locked host memory.
-        block: all its bytes, for operations in the queues; None for host memory, which callers keep alive themselves.
+        mapping: the pages of a buffer; None for host memory, which callers keep alive themselves.
+        block: the same as a tensor, for operations in the queues.
     """
 
     storage: str
     base: int
     nbytes: int
     owner: str | None = None
+    mapping: mmap.mmap | None = None
     block: torch.Tensor | None = None
 
     @property
@@ -105,8 +107,24 @@ class FakeMemory:
         if region is None:
             return None
         begin = tensor.data_ptr() - region.base
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return ByteRange(region.storage, begin, begin + (last + 1) * tensor.element_size())
+        return ByteRange(region.storage, begin, begin + _extent(tensor))
+
+    def is_known(self, source: torch.Tensor) -> bool:
+        """Whether a tensor lies in one region, so that a copy from it need not hold the host.
+
+        Raises:
+            RuntimeError: it lies there partly, which a device refuses as an invalid argument.
+        """
+        begin, nbytes = source.data_ptr(), _extent(source)
+        region = self.overlapping(begin, nbytes)
+        if region is None:
+            return False
+        if begin < region.base or begin + nbytes > region.base + region.nbytes:
+            raise RuntimeError(
+                f"invalid argument: the source of a copy ({nbytes:,} bytes at {begin:#x}) lies partly inside and "
+                f"partly outside of {region.storage} ({region.nbytes:,} bytes at {region.base:#x})"
+            )
+        return True
 
     def any_on_device(self, ranges: Iterable[ByteRange]) -> bool:
         """Whether one of the ranges lies in a buffer, and not in host memory."""
@@ -149,10 +167,9 @@ class FakeMemory:
         self._insert(region)
         self.allocated_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        assert region.block is not None
-        # One level between tensor and block, whose end tells that the last tensor is gone.
-        lease = (ctypes.c_ubyte * region.nbytes).from_address(region.base)
-        lease.block = region.block
+        assert region.mapping is not None
+        # One level between tensor and mapping, whose end tells that the last tensor is gone.
+        lease = (ctypes.c_ubyte * region.nbytes).from_buffer(region.mapping)
         weakref.finalize(lease, self._dropped.append, region).atexit = False
         # A buffer first made under inference_mode could not be written to outside it later.
         with torch.inference_mode(False):
@@ -179,11 +196,12 @@ class FakeMemory:
         return None
 
     def _mapped(self, nbytes: int, owner: str) -> Region:
+        mapping = mmap.mmap(-1, nbytes)
         with torch.inference_mode(False):
-            block = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+            block = torch.frombuffer(mapping, dtype=torch.uint8)
         storage = f"buffer {len(self._device_storages) + 1}"
         self._device_storages.add(storage)
-        return Region(storage, block.data_ptr(), nbytes, owner, block)
+        return Region(storage, block.data_ptr(), nbytes, owner, mapping, block)
 
     # -- page-locked host memory ----------------------------------------------------------------------------------
 
@@ -221,6 +239,19 @@ class FakeMemory:
 
     def _insert(self, region: Region) -> None:
         bisect.insort(self._regions, region, key=_base)
+
+
+def halves(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of `FakeMemory.raw` cut in two, along the first of its dimensions that can be cut."""
+    dimension = next((d for d, size in enumerate(raw.shape) if size > 1), 0)
+    middle = raw.shape[dimension] // 2
+    return raw.narrow(dimension, 0, middle), raw.narrow(dimension, middle, raw.shape[dimension] - middle)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last one of a tensor that is not empty, gaps included."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.element_size()
 
 
 def _base(region: Region) -> int:

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from .log import ByteRange
 
 if TYPE_CHECKING:
     from .policies import Policy
 
-__all__ = ["DeadlockError", "FakeEvent", "FakeStream", "Operation", "Queues"]
+__all__ = ["DeadlockError", "FakeEvent", "FakeMark", "FakeStream", "Operation", "Queues", "quietly"]
 
 
 class DeadlockError(RuntimeError):
@@ -93,6 +95,13 @@ class FakeEvent:
     def __repr__(self) -> str:
         state = "never recorded" if self.latest is None else self.latest.state.value
         return f"FakeEvent({self.id}, {state})"
+
+
+@dataclass(eq=False, slots=True)
+class FakeMark:
+    """A point in time on a stream, in seconds; None until the stream has got there."""
+
+    time: float | None = None
 
 
 class Queues:
@@ -206,3 +215,13 @@ class Queues:
         chain = [str(operation) for operation in wanted]
         shown = chain if len(chain) <= 8 else [*chain[:4], f"... {len(chain) - 8} more ...", *chain[-4:]]
         return f"deadlock: waiting for {', which waits for '.join([*shown, last])}"
+
+
+def quietly(function: Callable[[], object], inference: bool = False) -> Callable[[], None]:
+    """`function` under the modes of its launch, not of whoever happens to force it."""
+
+    def run() -> None:
+        with torch.inference_mode(inference), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            function()
+
+    return run

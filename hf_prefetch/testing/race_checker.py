@@ -82,19 +82,19 @@ class RaceChecker:
 
 
 class _Access(NamedTuple):
-    """Entry `index` of the log, which was number `time` on its stream."""
+    """Entry `place` of the log, which was number `time` on its stream."""
 
     stream: str
     time: int
-    index: int
+    place: int
 
 
 class _Record(NamedTuple):
-    """What an event stands for: the clock of its stream at entry `index` of the log."""
+    """What an event stands for: the clock of its stream at entry `place` of the log."""
 
     clock: dict[str, int]
     stream: str
-    index: int
+    place: int
 
 
 @dataclass(slots=True)
@@ -198,7 +198,7 @@ class _Walk:
         for piece in history.pieces(touched.begin, touched.end):
             where = ByteRange(touched.storage, piece.begin, piece.end)
             if piece.write is not None and not self._ordered(piece.write, access):
-                found.setdefault(("read after write", piece.write.index), []).append(where)
+                found.setdefault(("read after write", piece.write.place), []).append(where)
             piece.reads[access.stream] = access
 
     def _write(
@@ -217,13 +217,13 @@ class _Walk:
         for piece in history.pieces(touched.begin, touched.end):
             where = ByteRange(touched.storage, piece.begin, piece.end)
             if piece.write is not None and not self._ordered(piece.write, access):
-                found.setdefault(("write after write", piece.write.index), []).append(where)
+                found.setdefault(("write after write", piece.write.place), []).append(where)
             for read in piece.reads.values():
                 if not self._ordered(read, access):
-                    found.setdefault(("write after read", read.index), []).append(where)
+                    found.setdefault(("write after read", read.place), []).append(where)
         history.merge(touched.begin, touched.end, access)
         if entry.kind in ("free", "unregister"):
-            history.freed = access.index
+            history.freed = access.place
 
     def _ordered(self, first: _Access, second: _Access) -> bool:
         return self._clocks[second.stream].get(first.stream, 0) >= first.time
@@ -251,12 +251,12 @@ class _Walk:
         last = self._waits.get((target, source))
         if last is not None:
             wait, record = last
-            text += f" The last wait of {target!r} for {source!r}, #{wait}, covers no more than the record #{record.index}"
-            text += ", which is too early: a stale record." if record.index < first else "."
+            text += f" The last wait of {target!r} for {source!r}, #{wait}, covers no more than record #{record.place}"
+            text += ", which is too early: a stale record." if record.place < first else "."
         return text
 
     def _covers(self, record: _Record, first: int) -> bool:
-        return record.stream == self._log[first].stream and record.index > first
+        return record.stream == self._log[first].stream and record.place > first
 
 
 def _join(clock: dict[str, int], other: dict[str, int]) -> None:

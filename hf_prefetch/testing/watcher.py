@@ -26,11 +26,30 @@ __all__ = ["Watcher"]
 
 # These take a tensor for its shape, dtype or device and never look at its bytes.
 _LOOKS_ONLY_AT_METADATA = frozenset(
-    ["detach_", "empty_like", "full_like", "is_pinned", "is_same_size", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randint_like", "randn_like", "record_stream", "resize_", "set_", "zeros_like"]
+    {
+        "detach_",
+        "empty_like",
+        "full_like",
+        "is_pinned",
+        "is_same_size",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones_like",
+        "rand_like",
+        "randint_like",
+        "randn_like",
+        "record_stream",
+        "resize_",
+        "set_",
+        "zeros_like",
+    }
 )
 
 
-class Watcher(TorchDispatchMode):
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, every operator on a buffer of `device` goes through `FakeDevice.computing`.
 
     Views cost nothing and are not logged. An operator counts as reading each of its inputs from the first byte to the
@@ -40,7 +59,7 @@ class Watcher(TorchDispatchMode):
     """
 
     def __init__(self, device: FakeDevice) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
 
     def __torch_dispatch__(
@@ -62,7 +81,7 @@ class Watcher(TorchDispatchMode):
             # It is a view or a copy depending on strides: taken apart, it shows which.
             with self:
                 return func.decompose(*args, **kwargs)
-        with self._device.computing(reads, writes, func.name().removeprefix("aten::")):
+        with self._device.computing(reads, writes, str(func).removeprefix("aten.")):
             return run()
 
     def _run_watched(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +108,7 @@ class _Traits:
     """What the schema of an operator says about it."""
 
     def __init__(self, func: OpOverload) -> None:
-        composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
         self.foreign = func.namespace not in ("aten", "prim", "prims")
         self.may_be_view = func.is_view and composite
         self.metadata_only = (
