@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -107,10 +107,6 @@ class StreamDevice(ABC):
         """Whether the current stream is recording a graph."""
         return False
 
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make `stream` the current compute stream for a while."""
-        return nullcontext()
-
 
 class AcceleratorDevice(StreamDevice):
     """A device with streams and events, through torch's device-generic API."""
@@ -181,9 +177,6 @@ class AcceleratorDevice(StreamDevice):
     def is_capturing(self) -> bool:
         capturing = getattr(self._module, "is_current_stream_capturing", None)
         return bool(capturing and capturing())
-
-    def use(self, stream: torch.Stream) -> AbstractContextManager[Any]:
-        return stream
 
     def _forget_last_error(self) -> None:
         # The runtime keeps a refused call's error and the next kernel launch would report it as its own.

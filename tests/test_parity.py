@@ -42,12 +42,13 @@ Build = Callable[..., PreTrainedModel]
 
 @pytest.fixture(scope="module")
 def model_of(device: torch.device) -> Build:
-    """Models on the test's device, each built once."""
+    """Models on the test's device, each built once, with the experts implementation that is asked for."""
     built: dict[tuple[str, torch.dtype], PreTrainedModel] = {}
 
-    def get(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    def get(family: str, dtype: torch.dtype = torch.float32, implementation: str = "grouped_mm") -> PreTrainedModel:
         if (family, dtype) not in built:
             built[family, dtype] = build(family, dtype).to(device)
+        built[family, dtype].set_experts_implementation(implementation)
         return built[family, dtype]
 
     return get
@@ -73,8 +74,7 @@ def test_prefill_is_exact(
 
     The number of banks is no multiple of the slots, so the second pass finds the ring turned.
     """
-    model = model_of(family, dtype)
-    model.set_experts_implementation(implementation)
+    model = model_of(family, dtype, implementation)
     ids = prompt(19, batch=2, device=device)
     expected, expected_calls = prefill(model, ids)
     before = Snapshot.of(model)
@@ -320,8 +320,7 @@ def test_experts_called_by_hand_in_any_order_are_exact(
     model_of: Build, device: torch.device, family: str, implementation: str, slots: int
 ) -> None:
     """Experts modules called on their own, two hundred times at random, with few and many tokens, give the same bits."""
-    model, choose = model_of(family), random.Random(slots)
-    model.set_experts_implementation(implementation)
+    model, choose = model_of(family, implementation=implementation), random.Random(slots)
     experts = list(experts_of(model).values())
     generator = torch.Generator().manual_seed(slots)
     inputs = []
