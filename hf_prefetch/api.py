@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 import weakref
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from .guards import guard, unguard
 from .hooks import ExpertPrefetchHook, attach, detach, hook_of
 from .memory.ledger import Purpose
 from .memory.store import HostStore
-from .placement import Placement, is_dispatched, offload_device, take_hooks
+from .placement import Placement, TakenHooks, is_dispatched, offload_device
 from .progress import byte_progress
 from .scheduling.scheduler import PrefetchScheduler
 from .streams import StreamDevice, stream_device
@@ -28,6 +29,8 @@ Model = TypeVar("Model", bound=nn.Module)
 Device = torch.device | str | int | StreamDevice
 
 _log = logging.getLogger("hf_prefetch")
+# Where an enabled model keeps the way back.
+_UNDO = "_expert_prefetch_undo"
 
 
 def enable_expert_prefetch(
@@ -67,14 +70,16 @@ def enable_expert_prefetch(
         return disable_expert_prefetch(model)
     found = find_banks(model)
     homes = _choose_devices(model, found.banks, device)
+    _refuse_foreign_hooks(model, homes)
     disable_expert_prefetch(model)
-    _refuse_foreign_hooks(homes)
-    with ExitStack() as undo:
+    undo = ExitStack()
+    try:
         scheduler = _install(model, config, homes, undo)
-        scheduler.finalizer = weakref.finalize(model, scheduler.close)
-        scheduler.undo = undo.pop_all()
-    _say(scheduler, found, homes)
-    return model
+        _say(scheduler, found, homes)
+        return model
+    except BaseException:
+        undo.close()
+        raise
 
 
 def disable_expert_prefetch(model: Model) -> Model:
@@ -86,35 +91,48 @@ def disable_expert_prefetch(model: Model) -> Model:
         TypeError: `model` is not a model.
     """
     _check_model(model)
-    for module in list(model.modules()):
-        scheduler = module.__dict__.get("expert_prefetch")
-        if isinstance(scheduler, PrefetchScheduler):
-            with scheduler.lock:
-                scheduler.finalizer.detach()
-                scheduler.undo.close()
+    for scheduler, undo in _enabled(model):
+        with scheduler.lock:
+            undo.close()
     return model
+
+
+def _enabled(model: nn.Module) -> list[tuple[PrefetchScheduler, ExitStack]]:
+    """What is enabled on a model or on parts of it, and how to undo it."""
+    found = []
+    for module in model.modules():
+        scheduler, undo = module.__dict__.get("expert_prefetch"), module.__dict__.get(_UNDO)
+        if isinstance(scheduler, PrefetchScheduler) and isinstance(undo, ExitStack):
+            found.append((scheduler, undo))
+    return found
 
 
 def _install(
     model: nn.Module, config: PrefetchConfig, homes: dict[ExpertBank, StreamDevice], undo: ExitStack
 ) -> PrefetchScheduler:
-    """Do everything that `undo` undoes, in this order; an exception or an interrupt in between undoes what was done."""
+    """Enable a model.
+
+    Each step is announced to `undo` before it is taken, so an error or an interrupt in the middle of any of them leaves
+    nothing behind. `undo` refers to the model, so it is kept by the model and not by the scheduler, which must not keep
+    its model alive.
+    """
     banks, store = tuple(homes), HostStore()
-    device = next(iter(homes.values())).device
+    device, dispatched = next(iter(homes.values())).device, is_dispatched(model)
+    replaced: dict[nn.Module, TakenHooks] = {module: TakenHooks(module) for bank in banks for module in bank.modules}
     placement = Placement(model, stay={id(parameter) for bank in banks for parameter in bank.parameters.values()})
     undo.callback(placement.restore)
     with byte_progress(sum(bank.nbytes for bank in banks), "experts to host memory", config.progress) as bar:
         for bank in banks:
-            taken = [take_hooks(module) for module in bank.modules]
-            for hooks in taken:
-                undo.callback(hooks.give_back)
+            for module in bank.modules:
+                undo.callback(replaced[module].give_back)
+                replaced[module].take()
             bank.rebind()
             undo.callback(store.give_back, bank)
             store.adopt(bank, homes[bank])
-            for hooks in taken:
-                hooks.share(bank)
+            for module in bank.modules:
+                replaced[module].share(bank)
             bar.update(bank.nbytes)
-    if not is_dispatched(model):
+    if not dispatched:
         placement.move(device)
     for home in set(homes.values()):
         home.trim()
@@ -123,12 +141,21 @@ def _install(
     for bank in banks:
         for module in bank.modules:
             undo.callback(detach, module)
-            attach(module, ExpertPrefetchHook(scheduler, bank, homes[bank].device))
-    undo.callback(unguard, model, banks)
+            attach(module, ExpertPrefetchHook(scheduler, bank, homes[bank].device, replaced[module].hook))
+    undo.callback(unguard, weakref.WeakSet(model.modules()))
     guard(model, scheduler, {bank: home.device for bank, home in homes.items()})
-    undo.callback(model.__dict__.pop, "expert_prefetch", None)
-    model.__dict__["expert_prefetch"] = scheduler
+    scheduler.finalizer = weakref.finalize(model, _end, scheduler, os.getpid())
+    undo.callback(scheduler.finalizer.detach)
+    for name, value in (("expert_prefetch", scheduler), (_UNDO, undo)):
+        undo.callback(model.__dict__.pop, name, None)
+        model.__dict__[name] = value
     return scheduler
+
+
+def _end(scheduler: PrefetchScheduler, owner: int) -> None:
+    """The model is gone, or the interpreter exits: give memory back, unless this is a fork of the process that took it."""
+    if os.getpid() == owner:
+        scheduler.close()
 
 
 def _check_model(model: object) -> None:
@@ -140,20 +167,28 @@ def _check_model(model: object) -> None:
 
 def _choose_devices(model: nn.Module, banks: tuple[ExpertBank, ...], device: Device | None) -> dict[ExpertBank, StreamDevice]:
     """The banks to prefetch and where each computes."""
+    dispatched = is_dispatched(model)
+    if dispatched and device is not None:
+        raise ValueError(
+            "This model was dispatched by accelerate, which decides where it computes; leave device= out, or load the "
+            "model without device_map."
+        )
     offloaded = {bank: place for bank in banks if (place := offload_device(bank)) is not None}
     if offloaded:
-        if device is not None:
-            raise ValueError(
-                "This model was dispatched by accelerate, which decides where it computes; leave device= out, or load the "
-                "model without device_map."
-            )
         known = {place: stream_device(place) for place in set(offloaded.values())}
         return {bank: known[place] for bank, place in offloaded.items()}
     for bank in banks:
         if any(parameter.is_meta for parameter in bank.parameters.values()):
-            raise ValueError(f"{bank.name} is on the meta device: it has no weights yet. Load the checkpoint first.")
+            raise ValueError(
+                f"{bank.name} is on the meta device: it has no weights here. "
+                + (
+                    "They are offloaded by a hook of another module (preload_module_classes?); load the model without that."
+                    if dispatched
+                    else "Load the checkpoint first: AutoModelForCausalLM.from_pretrained(...)."
+                )
+            )
     present = _accelerators(model, banks)
-    if is_dispatched(model) and len(present) > 1:
+    if dispatched and len(present) > 1:
         places = {bank: next(iter(bank.parameters.values())).device for bank in banks}
         known = {place: stream_device(place) for place in set(places.values())}
         return {bank: known[place] for bank, place in places.items()}
@@ -173,9 +208,11 @@ def _accelerators(model: nn.Module, banks: tuple[ExpertBank, ...]) -> list[torch
     return list(dict.fromkeys(parameter.device for parameter in ordered if parameter.device.type not in ("cpu", "meta")))
 
 
-def _refuse_foreign_hooks(homes: dict[ExpertBank, StreamDevice]) -> None:
+def _refuse_foreign_hooks(model: nn.Module, homes: dict[ExpertBank, StreamDevice]) -> None:
+    own = [scheduler for scheduler, _ in _enabled(model)]
     for bank in homes:
-        if any(hook_of(module) is not None for module in bank.modules):
+        hooks = filter(None, map(hook_of, bank.modules))
+        if any(hook.scheduler not in own for hook in hooks):
             raise ValueError(
                 f"The experts in {bank.name} are already prefetched through another object that holds the same modules. "
                 "Call disable_expert_prefetch on that one first."

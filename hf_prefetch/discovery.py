@@ -8,6 +8,7 @@ Mixture-of-Experts model in transformers 5: Mixtral, Qwen-MoE, OLMoE, DeepSeek, 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ class ExpertBank:
     Attributes:
         index: position among the model's banks, in the order of `named_modules`.
         name: path of the first module that holds it.
-        modules: every module that holds it.
+        holders: every module that holds it, in weak references: whoever keeps a bank must not keep its model.
         parameters: the Parameters that travel, by name. While the bank is prefetched they stay the same objects; what
             they point at is host memory.
         num_experts: rows of each parameter.
@@ -36,7 +37,7 @@ class ExpertBank:
 
     index: int
     name: str
-    modules: tuple[nn.Module, ...]
+    holders: tuple[weakref.ref[nn.Module], ...]
     parameters: dict[str, nn.Parameter]
     num_experts: int
     ids_argument: tuple[str, int]
@@ -46,6 +47,11 @@ class ExpertBank:
     def nbytes(self) -> int:
         """Size of the block that travels, in bytes."""
         return self.layout.nbytes
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Every module that holds it and is still there."""
+        return tuple(module for holder in self.holders if (module := holder()) is not None)
 
     def rebind(self) -> None:
         """Look the Parameters up again: accelerate puts new ones in place when it attaches or detaches a hook."""
@@ -109,7 +115,7 @@ def _bank(index: int, holders: list[tuple[str, nn.Module]]) -> ExpertBank:
     return ExpertBank(
         index=index,
         name=name,
-        modules=tuple(module for _, module in holders),
+        holders=tuple(weakref.ref(module) for _, module in holders),
         parameters=parameters,
         num_experts=next(iter(parameters.values())).shape[0],
         ids_argument=(_positional_arguments(module)[1], 1),

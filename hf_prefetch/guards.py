@@ -8,7 +8,7 @@ other move before a single tensor has been touched.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import torch
@@ -23,33 +23,41 @@ _GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__")
 
 
 def guard(model: nn.Module, scheduler: PrefetchScheduler, devices: dict[ExpertBank, torch.device]) -> None:
-    """Guard a model and its expert banks."""
-    inside = weakref.ref(model)
-
-    def apply_to_model(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for bank, device in devices.items():
-            _check(function, bank, device)
-        guarded = inside()
-        assert guarded is not None, "a method outlived its model"
-        return _unguarded_apply(guarded, function, recurse)
-
+    """Guard a model, its expert banks, and whatever lies in between: a part may be moved as well."""
+    for module in model.modules():
+        inside = {bank: device for bank, device in devices.items() if _holds(module, bank)}
+        if inside:
+            module.__dict__["_apply"] = _check_first(module, inside)
     for bank, device in devices.items():
         for module in bank.modules:
-            _guard(module, _stay(module, bank, device), scheduler)
-    _guard(model, apply_to_model, scheduler)
+            module.__dict__["_apply"] = _stay(module, bank, device)
+    for module in (model, *(module for bank in devices for module in bank.modules)):
+        # `copy` and `pickle` ask the object, not its type, so these may live on the instance.
+        module.__dict__["__deepcopy__"] = scheduler.__deepcopy__
+        module.__dict__["__reduce_ex__"] = scheduler.__reduce_ex__
 
 
-def unguard(model: nn.Module, banks: tuple[ExpertBank, ...]) -> None:
+def unguard(modules: Iterable[nn.Module]) -> None:
     """Take the guards off. Idempotent."""
-    for module in (model, *(module for bank in banks for module in bank.modules)):
+    for module in modules:
         for name in _GUARDED:
             module.__dict__.pop(name, None)
 
 
-def _guard(module: nn.Module, apply: Callable[..., nn.Module], scheduler: PrefetchScheduler) -> None:
-    # `copy` and `pickle` ask the object, not its type, so these may live on the instance.
-    guards = (apply, scheduler.__deepcopy__, scheduler.__reduce_ex__)
-    module.__dict__.update(zip(_GUARDED, guards, strict=True))
+def _holds(module: nn.Module, bank: ExpertBank) -> bool:
+    return any(inner in bank.modules for inner in module.modules())
+
+
+def _check_first(module: nn.Module, devices: dict[ExpertBank, torch.device]) -> Callable[..., nn.Module]:
+    """An `_apply` that refuses, before anything is touched, what one of the banks inside would refuse."""
+    inside = weakref.ref(module)
+
+    def apply_to_module(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for bank, device in devices.items():
+            _check(function, bank, device)
+        return _unguarded_apply(_alive(inside), function, recurse)
+
+    return apply_to_module
 
 
 def _stay(module: nn.Module, bank: ExpertBank, device: torch.device) -> Callable[..., nn.Module]:
@@ -58,12 +66,23 @@ def _stay(module: nn.Module, bank: ExpertBank, device: torch.device) -> Callable
 
     def apply_to_bank(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         _check(function, bank, device)
-        guarded = inside()
-        assert guarded is not None, "a method outlived its module"
-        stay = {id(parameter) for parameter in bank.parameters.values()}
-        return _unguarded_apply(guarded, lambda tensor: tensor if id(tensor) in stay else function(tensor), recurse)
+        guarded = _alive(inside)
+        everything = guarded._parameters
+        try:
+            # Out of sight: even handing a Parameter back as it is may replace it or move its gradient.
+            guarded.__dict__["_parameters"] = {k: p for k, p in everything.items() if k not in bank.parameters}
+            return _unguarded_apply(guarded, function, recurse)
+        finally:
+            everything.update(guarded._parameters)
+            guarded.__dict__["_parameters"] = everything
 
     return apply_to_bank
+
+
+def _alive(inside: weakref.ref[nn.Module]) -> nn.Module:
+    module = inside()
+    assert module is not None, "a method outlived its module"
+    return module
 
 
 def _unguarded_apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> nn.Module:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 from .discovery import ExpertBank
 from .scheduling.scheduler import PrefetchScheduler
 
-__all__ = ["ExpertPrefetchHook", "attach", "detach", "flatten", "hook_of"]
+__all__ = ["ExpertPrefetchHook", "attach", "detach", "flatten", "hook_of", "put_on"]
 
 # Set on a wrapped forward: what it wraps, and for whom.
 _ORIGINAL = "_hf_prefetch_original"
@@ -31,10 +31,14 @@ _OWNER = "_hf_prefetch_owner"
 class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
     """Runs a bank's modules on tensors that the scheduler hands out."""
 
-    def __init__(self, scheduler: PrefetchScheduler, bank: ExpertBank, device: torch.device) -> None:
+    def __init__(
+        self, scheduler: PrefetchScheduler, bank: ExpertBank, device: torch.device, replaced: ModelHook | None = None
+    ) -> None:
+        """`replaced`: accelerate's hook that was taken off for this one, if any."""
         self.scheduler = scheduler
         self.bank = bank
         self.device = device
+        self.replaced = replaced
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Wrap the forward that accelerate has just put aside."""
@@ -55,13 +59,32 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         if args and isinstance(args[0], torch.Tensor) and args[0].device != self.device:
             args, kwargs = send_to_device(args, self.device), send_to_device(kwargs, self.device)
         with self.scheduler.lock:
+            self._check_weights(module)
             try:
-                tensors = self.scheduler.acquire(self.bank, self.bank.routed_ids(args, kwargs))
-                module._parameters.update(tensors)
-                return self._forward(forward, args, kwargs)
+                try:
+                    module._parameters.update(self.scheduler.acquire(self.bank, self.bank.routed_ids(args, kwargs)))
+                    return self._forward(forward, args, kwargs)
+                finally:
+                    self._restore(module)
             finally:
-                module._parameters.update(self.bank.parameters)
-                self.scheduler.release(self.bank)
+                # Once more, for an interrupt that came before or in the middle of the one above (invariant 4).
+                self._restore(module)
+
+    def _restore(self, module: nn.Module) -> None:
+        """Point the module at the host again and let the slot go. Idempotent."""
+        module._parameters.update(self.bank.parameters)
+        self.scheduler.release(self.bank)
+
+    def _check_weights(self, module: nn.Module) -> None:
+        """What is sent to the device is what the store holds: weights that live elsewhere by now would be ignored."""
+        replaced = [name for name, parameter in self.bank.parameters.items() if module._parameters.get(name) is not parameter]
+        for name in replaced or self.scheduler.store.strays(self.bank):
+            raise RuntimeError(
+                f"{self.bank.name}.{name} was replaced after expert prefetching was enabled (a new Parameter or .data, "
+                "load_state_dict(assign=True), a parametrization, a dispatch), so the device would get the old weights. Call "
+                "disable_expert_prefetch(model), replace it, and enable it again. Writing into it (load_state_dict, copy_) "
+                "works at any time."
+            )
 
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
@@ -125,7 +148,7 @@ def attach(module: nn.Module, hook: ExpertPrefetchHook) -> None:
             f"The experts in {hook.bank.name} are already prefetched through another object that holds the same modules. "
             "Call disable_expert_prefetch on that one first."
         )
-    add_hook_to_module(module, hook)
+    put_on(module, [hook])
 
 
 def hook_of(module: nn.Module) -> ExpertPrefetchHook | None:
@@ -146,8 +169,13 @@ def detach(module: nn.Module) -> None:
     module.forward = getattr(module.forward, _ORIGINAL, module.forward)
     if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
         del module.forward
-    for position, hook in enumerate(others):
-        add_hook_to_module(module, hook, append=position > 0)
+    put_on(module, others)
+
+
+def put_on(module: nn.Module, hooks: Iterable[ModelHook]) -> None:
+    """Add hooks to a module, after those that it has."""
+    for hook in hooks:
+        add_hook_to_module(module, hook, append=True)
 
 
 def flatten(hook: ModelHook | None) -> list[ModelHook]:

@@ -7,17 +7,17 @@ taken over, and everything else goes to the device that computes.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
-from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import AlignDevicesHook, ModelHook, remove_hook_from_module
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from torch import nn
 
 from .discovery import ExpertBank
-from .hooks import flatten
+from .hooks import flatten, hook_of, put_on
 
-__all__ = ["Placement", "TakenHooks", "is_dispatched", "offload_device", "take_hooks"]
+__all__ = ["Placement", "TakenHooks", "is_dispatched", "offload_device"]
 
 
 class Placement:
@@ -34,13 +34,13 @@ class Placement:
         """Move every Parameter and buffer on the CPU to `device`, in place: Parameters keep their identity."""
         for parameter in self._model.parameters():
             if parameter.device.type == "cpu" and id(parameter) not in self._stay and device.type != "cpu":
-                _send(parameter, device)
                 self._parameters.append(parameter)
+                _send(parameter, device)
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type == "cpu" and device.type != "cpu":
-                    module._buffers[name] = buffer.to(device)
                     self._buffers.append((module, name))
+                    module._buffers[name] = buffer.to(device)
 
     def restore(self) -> None:
         """Move back what `move` has moved. Idempotent."""
@@ -62,55 +62,74 @@ def _send(parameter: nn.Parameter, device: torch.device) -> None:
 
 def is_dispatched(model: nn.Module) -> bool:
     """Whether accelerate decides where this model's modules are."""
-    return any(
-        isinstance(hook, AlignDevicesHook) for module in model.modules() for hook in flatten(module.__dict__.get("_hf_hook"))
-    )
+    return any(isinstance(hook, AlignDevicesHook) for module in model.modules() for hook in _hooks(module))
 
 
 def offload_device(bank: ExpertBank) -> torch.device | None:
     """Where accelerate would compute a bank that it has offloaded, or None if it has not."""
     for module in bank.modules:
-        for hook in flatten(module.__dict__.get("_hf_hook")):
-            if isinstance(hook, AlignDevicesHook) and hook.offload:
+        for hook in _hooks(module):
+            if _offloads(hook):
                 return torch.device(hook.execution_device)
     return None
 
 
-@dataclass(frozen=True)
-class TakenHooks:
-    """The accelerate hook that a module had, taken off so that its weights are its own; None if it had none."""
+def _hooks(module: nn.Module) -> list[ModelHook]:
+    """The hooks of a module, those included that were taken off while it is prefetched."""
+    own = hook_of(module)
+    return [*flatten(module.__dict__.get("_hf_hook")), *(flatten(own.replaced) if own is not None else ())]
 
-    module: nn.Module
-    hook: ModelHook | None
+
+def _offloads(hook: ModelHook | None) -> TypeGuard[AlignDevicesHook]:
+    return isinstance(hook, AlignDevicesHook) and bool(hook.offload)
+
+
+class TakenHooks:
+    """accelerate's offloading of one module, set aside while its bank is prefetched. Other hooks stay on the module.
+
+    Attributes:
+        hook: what the module had, an offloading hook in it; None if nothing has to be taken.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        hook = module.__dict__.get("_hf_hook")
+        self.module = module
+        self.hook: ModelHook | None = hook if any(map(_offloads, flatten(hook))) else None
+        self._others = [inner for inner in flatten(self.hook) if not _offloads(inner)]
+        self._left_on: list[ModelHook] = []
+
+    def take(self) -> None:
+        """Take the offloading off; the weights come back as the module's own, on the CPU.
+
+        accelerate leaves weights that it keeps on disk on the meta device; they are read into memory here.
+        """
+        if self.hook is None:
+            return
+        remove_hook_from_module(self.module)
+        for offloading in filter(_offloads, flatten(self.hook)):
+            for name, parameter in self.module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    value = offloading.weights_map[name]
+                    self.module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        put_on(self.module, self._others)
+        self._left_on = self._others
 
     def share(self, bank: ExpertBank) -> None:
-        """Let the hook's own map of weights refer to the bank's memory, or it would keep a second copy of it alive."""
-        for hook in flatten(self.hook):
-            if isinstance(hook, AlignDevicesHook) and hook.offload:
-                for name, parameter in bank.parameters.items():
-                    _replace(hook.weights_map, name, parameter.data)
+        """Let accelerate's own map of weights refer to the bank's memory, or it would keep a second copy of it alive."""
+        for offloading in filter(_offloads, flatten(self.hook)):
+            for name, parameter in bank.parameters.items():
+                _replace(offloading.weights_map, name, parameter.data)
 
     def give_back(self) -> None:
-        """Put the hook on the module again."""
-        if self.hook is not None:
-            add_hook_to_module(self.module, self.hook)
-
-
-def take_hooks(module: nn.Module) -> TakenHooks:
-    """Take accelerate's hook off a module; offloaded weights come back as the module's own, on the CPU.
-
-    accelerate leaves weights that it keeps on disk on the meta device; they are read into memory here.
-    """
-    hook = module.__dict__.get("_hf_hook")
-    if hook is not None:
-        remove_hook_from_module(module)
-    for inner in flatten(hook):
-        if isinstance(inner, AlignDevicesHook) and inner.offload:
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta:
-                    value = inner.weights_map[name]
-                    module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    return TakenHooks(module, hook)
+        """Put back what `take` took: the same hook, unless others have changed the module's hooks meanwhile. Idempotent."""
+        present = flatten(self.module.__dict__.get("_hf_hook"))
+        if self.hook is None or any(map(_offloads, present)):
+            return
+        remove_hook_from_module(self.module)
+        if all(hook in present for hook in self._left_on):
+            put_on(self.module, [self.hook, *(hook for hook in present if hook not in self._others)])
+        else:
+            put_on(self.module, [*filter(_offloads, flatten(self.hook)), *present])
 
 
 def _replace(weights: object, name: str, value: torch.Tensor) -> None:

@@ -39,7 +39,13 @@ import torch.nn.functional as F
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -76,7 +82,9 @@ def split_books(books: list[list[list[str]]]) -> tuple[list[list[list[str]]], li
 
 def write_filler(size: int = 30_000) -> None:
     """Write the filler bank of the recall task: every third verse of middling length of the held-out chapters."""
-    verses = [verse for chapter in split_books(read_books())[1] for verse in chapter if 60 <= len(verse) <= 180]
+    verses = [
+        verse for chapter in split_books(read_books())[1] for verse in chapter if 60 <= len(verse) <= 180
+    ]
     step = max(1, sum(map(len, verses)) // size)
     FILLER.write_text("".join(verse + "\n" for verse in verses[::step]), encoding="ascii")
 
@@ -94,10 +102,14 @@ def train_tokenizer(books: list[list[list[str]]]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    drill = [recall.fact_text(key, "0") + "\n" + recall.question_text(key) + "\n\n" for key in recall.KEYS] * 800
+    drill = [
+        recall.fact_text(key, "0") + "\n" + recall.question_text(key) + "\n\n" for key in recall.KEYS
+    ] * 800
     verses = [verse for book in books for chapter in book for verse in chapter]
     tokenizer.train_from_iterator(verses + drill, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END, pad_token=END)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, bos_token=END, pad_token=END, model_max_length=4096
+    )
     for key in recall.KEYS:
         assert len(fast(" " + key)["input_ids"]) == 1, key
     return fast
@@ -180,7 +192,12 @@ class Batches(torch.utils.data.Dataset):
         return ids, kinds
 
     def document(
-        self, rng: np.random.Generator, length: int, keys: list[int], pieces: list[np.ndarray], classes: list[np.ndarray]
+        self,
+        rng: np.random.Generator,
+        length: int,
+        keys: list[int],
+        pieces: list[np.ndarray],
+        classes: list[np.ndarray],
     ) -> int:
         """Append one document of about ``length`` tokens, with keys taken from ``keys``; return its exact length."""
         count = int(rng.integers(1, min(12, 1 + length // 50) + 1))
@@ -203,7 +220,9 @@ class Batches(torch.utils.data.Dataset):
             value = self.digits[rng.integers(0, 10, 4)]
             value[0] = self.digits[rng.integers(1, 10)]
             place = rng.random() * len(filler) - 0.5
-            later = len(filler) + rng.random() if questions_last else place + rng.random() * (len(filler) - place)
+            later = (
+                len(filler) + rng.random() if questions_last else place + rng.random() * (len(filler) - place)
+            )
             fact, question = self.facts[key], self.questions[key]
             parts.append((place, np.concatenate([fact[:-2], value, fact[-1:]]), IGNORE))
             parts.append((later, np.concatenate([question[:-2], value, question[-1:]]), ANSWER))
@@ -239,8 +258,12 @@ def layer_forward(
         return states * cos + torch.cat((-right, left), dim=-1) * sin
 
     y = F.rms_norm(x, (hidden,), norm1, eps)
-    queries = F.rms_norm(F.linear(y, q).view(batch, length, -1, head).float(), width, q_norm, eps).transpose(1, 2)
-    keys = F.rms_norm(F.linear(y, k).view(batch, length, -1, head).float(), width, k_norm, eps).transpose(1, 2)
+    queries = F.rms_norm(F.linear(y, q).view(batch, length, -1, head).float(), width, q_norm, eps).transpose(
+        1, 2
+    )
+    keys = F.rms_norm(F.linear(y, k).view(batch, length, -1, head).float(), width, k_norm, eps).transpose(
+        1, 2
+    )
     values = F.linear(y, v).view(batch, length, -1, head).transpose(1, 2)
     groups = queries.shape[1] // keys.shape[1]
     queries, keys = rotate(queries).to(values.dtype), rotate(keys).to(values.dtype)
@@ -255,7 +278,9 @@ def layer_forward(
     values_top = values_top / values_top.sum(dim=-1, keepdim=True)
     mixing = torch.zeros_like(probabilities).scatter(1, chosen, values_top)
     share = (mixing > 0).float().mean(dim=0)
-    balance = (share * probabilities.mean(dim=0)).sum() * probabilities.shape[1] / top_k  # 1 where all are used alike
+    balance = (
+        (share * probabilities.mean(dim=0)).sum() * probabilities.shape[1] / top_k
+    )  # 1 where all are used alike
     experts, twice, _ = gate_up.shape
     gate, up = F.linear(y, gate_up.reshape(-1, hidden)).view(-1, experts, twice).chunk(2, dim=-1)
     inner = F.silu(gate) * up
@@ -321,9 +346,13 @@ class Check:
         windows = text_windows(tokenizer, chapters, args.length)[: args.rows]
         self.windows = torch.from_numpy(np.resize(windows, (args.rows, windows.shape[1]))).to(args.device)
         self.recall = []
-        for tokens in sorted({min(300, args.length - 8), args.length - 100 if args.length > 500 else args.length - 8}):
+        for tokens in sorted(
+            {min(300, args.length - 8), args.length - 100 if args.length > 500 else args.length - 8}
+        ):
             ids, places = recall_rows(tokenizer, args.rows, tokens, args.length)
-            self.recall.append((tokens, torch.from_numpy(ids).to(args.device), torch.from_numpy(places).to(args.device)))
+            self.recall.append(
+                (tokens, torch.from_numpy(ids).to(args.device), torch.from_numpy(places).to(args.device))
+            )
 
     @torch.no_grad()
     def __call__(self, run: Callable[[Tensor], Tensor]) -> dict[str, float]:
@@ -353,7 +382,7 @@ def train(args: argparse.Namespace) -> None:
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]
     groups = [{"params": matrices, "weight_decay": args.decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=cuda)
-    run_layer = torch.compile(layer_forward, dynamic=False) if cuda else layer_forward
+    run_layer = torch.compile(layer_forward, dynamic=False, fullgraph=True) if cuda else layer_forward
     check = Check(args, tokenizer, held_out)
 
     def run(ids: Tensor, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -369,11 +398,17 @@ def train(args: argparse.Namespace) -> None:
         machine = torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()})"
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         record = {"date": datetime.date.today().isoformat(), "machine": machine, **versions, **facts}
-        record["settings"] = {key: value for key, value in vars(args).items() if key not in ("out", "evaluate", "workers")}
+        record["settings"] = {
+            key: value for key, value in vars(args).items() if key not in ("out", "evaluate", "workers")
+        }
         (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     loader = torch.utils.data.DataLoader(
-        batches, batch_size=None, num_workers=args.workers, pin_memory=cuda, prefetch_factor=8 if args.workers else None
+        batches,
+        batch_size=None,
+        num_workers=args.workers,
+        pin_memory=cuda,
+        prefetch_factor=8 if args.workers else None,
     )
     begun = saved = time.monotonic()
     log: list[dict[str, float]] = []
@@ -387,7 +422,9 @@ def train(args: argparse.Namespace) -> None:
         classes = classes.to(args.device, non_blocking=True)[:, 1:].flatten()
         logits, balance = run(ids[:, :-1], args.dropout)
         losses = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-        text_loss, answer_loss = ((losses * (classes == kind)).sum() / (classes == kind).sum() for kind in (LM, ANSWER))
+        text_loss, answer_loss = (
+            (losses * (classes == kind)).sum() / (classes == kind).sum() for kind in (LM, ANSWER)
+        )
         loss = text_loss + args.answer_weight * answer_loss + model.config.router_aux_loss_coef * balance
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -443,7 +480,9 @@ def evaluate(folder: Path) -> None:
         rows.append(f"| {name} | {loss:.4f} | {math.exp(loss):.2f} | " + " | ".join(cells) + " |")
         print(rows[-1], flush=True)
         inputs = tokenizer("And it came to pass in those days, that", return_tensors="pt")
-        output = model.generate(**inputs, max_new_tokens=70, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        output = model.generate(
+            **inputs, max_new_tokens=70, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
         sample = tokenizer.decode(output[0])
     config, settings, last = model.config, record["settings"], record["log"][-1]
     size = sum(path.stat().st_size for path in folder.iterdir() if path.name != "README.md")
@@ -497,15 +536,21 @@ Greedy continuation of "And it came to pass in those days, that" (bfloat16):
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "hf_prefetch" / "demo" / "model", help="folder to save to")
-    parser.add_argument("--evaluate", type=Path, help="score the model in this folder, write its card, train nothing")
-    parser.add_argument("--write-filler", action="store_true", help="write the recall task's filler bank and stop")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "hf_prefetch" / "demo" / "model", help="folder to save to"
+    )
+    parser.add_argument(
+        "--evaluate", type=Path, help="score the model in this folder, write its card, train nothing"
+    )
+    parser.add_argument(
+        "--write-filler", action="store_true", help="write the recall task's filler bank and stop"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=12_000)
     parser.add_argument("--minutes", type=float, default=1e9, help="end by then, whatever the step")
     parser.add_argument("--rows", type=int, default=32, help="rows a batch")
-    parser.add_argument("--text-rows", type=int, default=6, help="of them, rows of plain text")
+    parser.add_argument("--text-rows", type=int, default=4, help="of them, rows of plain text")
     parser.add_argument("--length", type=int, default=1152, help="tokens a row")
     parser.add_argument("--ramp", type=int, default=2000, help="steps over which recall documents grow")
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -514,7 +559,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--answer-weight", type=float, default=2.0)
     parser.add_argument("--every", type=int, default=250, help="steps between two looks at the scores")
-    parser.add_argument("--workers", type=int, default=8, help="processes that make batches (changes nothing else)")
+    parser.add_argument(
+        "--workers", type=int, default=8, help="processes that make batches (changes nothing else)"
+    )
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--intermediate", type=int, default=64, help="width of an expert")
     parser.add_argument("--layers", type=int, default=7)

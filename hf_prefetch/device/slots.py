@@ -25,6 +25,7 @@ from ..layout import BankLayout
 from ..memory.ledger import Ledger, Purpose
 from ..memory.store import StoredBank
 from ..streams import StreamDevice
+from ..timeline import Timeline
 
 __all__ = ["Slot", "SlotRing", "SlotState"]
 
@@ -73,12 +74,16 @@ class SlotRing:
 
     Slots are given out in rotation by a step counter, whatever the banks are called, passing over those that are held
     or whose bank the caller wants to keep.
+
+    Attributes:
+        timeline: where copies are noted, while somebody records them.
     """
 
     def __init__(self, device: StreamDevice, slot_nbytes: int, ledger: Ledger) -> None:
         self.device = device
         self.slot_nbytes = slot_nbytes
         self._ledger = ledger
+        self.timeline: Timeline | None = None
         self._slots: list[Slot] = []
         self._step = 0
 
@@ -127,8 +132,11 @@ class SlotRing:
         slot.state, slot.bank = SlotState.FREE, None
         copy_stream = self.device.copy_stream()
         self.device.wait(copy_stream, slot.free)
+        begin = self.device.mark(copy_stream) if self.timeline else None
         self.device.copy(copy_stream, slot.buffer[: stored.bank.nbytes], stored.block)
         self.device.record(slot.ready, copy_stream)
+        if self.timeline:
+            self.timeline.add("copy", stored.bank.name, self.device, begin, self.device.mark(copy_stream))
         slot.state, slot.bank = SlotState.FILLED, stored.bank.index
         return True
 

@@ -54,6 +54,14 @@ class HostStore:
         """The bank with this index."""
         return self._stored[index].bank
 
+    def strays(self, bank: ExpertBank) -> list[str]:
+        """Names of a stored bank's Parameters that somebody has pointed at other memory than the bank's block."""
+        stored = self._stored.get(bank.index)
+        if stored is None:
+            return []
+        begin = stored.block.data_ptr()
+        return [spec.name for spec in bank.layout.specs if bank.parameters[spec.name].data_ptr() != begin + spec.offset]
+
     def adopt(self, bank: ExpertBank, device: StreamDevice) -> None:
         """Move a bank's bytes into an arena, page-lock it for `device`, and point the bank's Parameters there.
 
@@ -63,9 +71,9 @@ class HostStore:
         arena = Arena(bank.nbytes, self.ledger)
         views = arena.views(bank.layout)
         origins = {name: parameter.device for name, parameter in bank.parameters.items()}
+        self.ledger.take(Purpose.BANKS, bank.nbytes)
         # From here on `give_back` can undo whatever an error or an interrupt leaves half done.
         self._stored[bank.index] = StoredBank(bank, arena, origins)
-        self.ledger.take(Purpose.BANKS, bank.nbytes)
         if any(origin.type != "cpu" for origin in origins.values()):
             # A download is fastest into locked pages, and locking is fastest on pages that are there.
             arena.touch()

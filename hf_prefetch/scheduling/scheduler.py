@@ -17,8 +17,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -32,6 +32,7 @@ from ..memory.ledger import Purpose
 from ..memory.store import HostStore
 from ..report import Counters, Report
 from ..streams import StreamDevice
+from ..timeline import Timeline
 from .plan import LookaheadOrder
 from .policy import LOOKAHEAD, Path, choose_path, depth_in_acquire
 
@@ -70,6 +71,7 @@ class PrefetchScheduler:
         self.store = store
         self._lane_of = dict(zip(self.banks, self._lanes(devices), strict=True))
         self._ahead_of_use: set[int] = set()
+        self._computing_since: dict[int, Any] = {}
         self._closed = False
 
     def _lanes(self, devices: dict[ExpertBank, StreamDevice]) -> Iterable[Lane]:
@@ -118,12 +120,19 @@ class PrefetchScheduler:
             self._ahead_of_use.add(bank.index)
         tensors = lane.ring.hold(bank.index, bank.layout)
         end = lane.device.mark(lane.device.compute_stream())
+        if lane.ring.timeline:
+            lane.ring.timeline.add("wait", bank.name, lane.device, begin, end)
+            self._computing_since[bank.index] = end
         self.counters.count_call(lane.device, begin, end, looked_ahead=path is Path.LOOKAHEAD)
         return tensors
 
     def release(self, bank: ExpertBank) -> None:
         """The kernels that read a bank are enqueued; its slot may be refilled after them. Idempotent."""
         lane = self._lane_of[bank]
+        since = self._computing_since.pop(bank.index, None)
+        if lane.ring.timeline and since is not None:
+            end = lane.device.mark(lane.device.compute_stream())
+            lane.ring.timeline.add("compute", bank.name, lane.device, since, end)
         lane.ring.release(bank.index)
         if bank.index in self._ahead_of_use:
             self._ahead_of_use.discard(bank.index)
@@ -206,6 +215,18 @@ class PrefetchScheduler:
                 host_bytes=ledger.held(Purpose.BANKS),
                 pinned_bytes=ledger.held(Purpose.PINNED),
             )
+
+    @contextmanager
+    def timeline(self) -> Iterator[Timeline]:
+        """Record when each bank is copied, waited for and computed with, while the block runs."""
+        timeline, rings = Timeline(), [lane.ring for lane in self._lane_of.values()]
+        for ring in rings:
+            ring.timeline = timeline
+        try:
+            yield timeline
+        finally:
+            for ring in rings:
+                ring.timeline = None
 
     def reset(self) -> None:
         """Set the counters of `report` to zero. What is held in memory stays."""

@@ -1,0 +1,48 @@
+"""Which banks stay on the device and which live in host memory. Pure: sizes in, choices out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["NoRoomError", "choose_host_banks", "first_banks", "spread"]
+
+
+class NoRoomError(ValueError):
+    """A memory budget too small for even the slots."""
+
+
+def first_banks(count: int, banks: int) -> list[int]:
+    """The first `count` of `banks` banks, or all of them: what llama.cpp's --n-cpu-moe keeps on the host."""
+    return list(range(min(count, banks)))
+
+
+def spread(count: int, banks: int) -> list[int]:
+    """`count` of `banks` positions, as evenly as they go and the first one as late as that allows.
+
+    The copies of host-resident banks then run beside the resident layers between them, and the first copy beside
+    whatever comes before it.
+    """
+    return [(2 * number + 1) * banks // (2 * count) for number in range(count)]
+
+
+def choose_host_banks(sizes: Sequence[int], budget: int, slots: int) -> list[int]:
+    """As few banks in host memory as a budget allows; the others stay on the device.
+
+    Args:
+        sizes: bytes of each bank, in the order in which they are called.
+        budget: device memory for resident banks and slots together, in bytes.
+        slots: how many slots there will be, each as large as the largest host-resident bank; none if all banks fit.
+
+    Raises:
+        NoRoomError: not even the slots fit. The message gives the sizes.
+    """
+    for count in range(len(sizes) + 1):
+        host = spread(count, len(sizes))
+        resident = sum(sizes) - sum(sizes[index] for index in host)
+        if resident + slots * max((sizes[index] for index in host), default=0) <= budget:
+            return host
+    needed = slots * max(sizes)
+    raise NoRoomError(
+        f"{budget / 2**20:,.0f} MiB are left for experts, but {slots} slots of the largest layer's experts take "
+        f"{needed / 2**20:,.0f} MiB"
+    )
