@@ -9,24 +9,22 @@ import weakref
 from contextlib import ExitStack
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 from .config import DEFAULT_SLOTS, PrefetchConfig
-from .discovery import Discovery, ExpertBank, find_banks
+from .discovery import Discovery, find_banks
 from .guards import guard, unguard
-from .hooks import ExpertPrefetchHook, attach, detach, hook_of
+from .homes import Device, Homes, choose_homes
+from .hooks import ExpertPrefetchHook, announce, attach, detach, hook_of
 from .memory.ledger import Purpose
 from .memory.store import HostStore
-from .placement import Placement, TakenHooks, is_dispatched, offload_device
+from .placement import Placement, TakenHooks
 from .progress import byte_progress
 from .scheduling.scheduler import PrefetchScheduler
-from .streams import StreamDevice, stream_device
 
 __all__ = ["disable_expert_prefetch", "enable_expert_prefetch"]
 
 Model = TypeVar("Model", bound=nn.Module)
-Device = torch.device | str | int | StreamDevice
 
 _log = logging.getLogger("hf_prefetch")
 # Where an enabled model keeps the way back.
@@ -34,7 +32,13 @@ _UNDO = "_expert_prefetch_undo"
 
 
 def enable_expert_prefetch(
-    model: Model, slots: int = DEFAULT_SLOTS, *, device: Device | None = None, progress: bool | None = None
+    model: Model,
+    slots: int = DEFAULT_SLOTS,
+    *,
+    device: Device | None = None,
+    n_cpu_moe: int | None = None,
+    gpu_memory: int | str | None = None,
+    progress: bool | None = None,
 ) -> Model:
     """Keep a model's experts in host memory and send each layer's to the device ahead of use.
 
@@ -47,6 +51,9 @@ def enable_expert_prefetch(
             3 is recommended, 2 and 4 work, 0 is off (an enabled model is disabled).
         device: where to compute; the accelerator that torch finds if not given. On a machine without one the same
             machinery runs on the CPU, where it gains nothing.
+        n_cpu_moe: keep the experts of the first `n_cpu_moe` layers in host memory and those of the others on the device.
+        gpu_memory: device memory for weights, in bytes or as "20GiB": what is not an expert, the slots, and the experts of as
+            many layers as then fit. Leave room beside it for the KV cache and activations.
         progress: show a progress bar while weights are moved; None shows one in terminals and notebooks.
 
     Returns:
@@ -54,7 +61,7 @@ def enable_expert_prefetch(
         disabled first.
 
     Raises:
-        TypeError, ValueError: `slots`, `device` or `model` can't be used; the message says why, and the model is
+        TypeError, ValueError: `model` or an option can't be used; the message says why, and the model is
             unchanged.
 
     Example:
@@ -64,12 +71,12 @@ def enable_expert_prefetch(
         >>> model.expert_prefetch.report().slots
         3
     """
-    config = PrefetchConfig(slots=slots, progress=progress)
+    config = PrefetchConfig(slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, progress=progress)
     _check_model(model)
     if config.slots == 0:
         return disable_expert_prefetch(model)
     found = find_banks(model)
-    homes = _choose_devices(model, found.banks, device)
+    homes = choose_homes(model, found.banks, device, config)
     _refuse_foreign_hooks(model, homes)
     disable_expert_prefetch(model)
     undo = ExitStack()
@@ -107,20 +114,23 @@ def _enabled(model: nn.Module) -> list[tuple[PrefetchScheduler, ExitStack]]:
     return found
 
 
-def _install(
-    model: nn.Module, config: PrefetchConfig, homes: dict[ExpertBank, StreamDevice], undo: ExitStack
-) -> PrefetchScheduler:
+def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: ExitStack) -> PrefetchScheduler:
     """Enable a model.
 
     Each step is announced to `undo` before it is taken, so an error or an interrupt in the middle of any of them leaves
     nothing behind. `undo` refers to the model, so it is kept by the model and not by the scheduler, which must not keep
     its model alive.
     """
-    banks, store = tuple(homes), HostStore()
-    device, dispatched = next(iter(homes.values())).device, is_dispatched(model)
-    replaced: dict[nn.Module, TakenHooks] = {module: TakenHooks(module) for bank in banks for module in bank.modules}
+    banks, store = tuple(homes.host), HostStore()
+    replaced = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.modules}
     placement = Placement(model, stay={id(parameter) for bank in banks for parameter in bank.parameters.values()})
     undo.callback(placement.restore)
+    for bank, home in homes.resident.items():
+        for module in bank.modules:
+            undo.callback(replaced[module].give_back)
+            replaced[module].take()
+        bank.rebind()
+        placement.send(bank.parameters.values(), home.device)
     with byte_progress(sum(bank.nbytes for bank in banks), "experts to host memory", config.progress) as bar:
         for bank in banks:
             for module in bank.modules:
@@ -128,22 +138,23 @@ def _install(
                 replaced[module].take()
             bank.rebind()
             undo.callback(store.give_back, bank)
-            store.adopt(bank, homes[bank])
+            store.adopt(bank, homes.host[bank])
             for module in bank.modules:
                 replaced[module].share(bank)
             bar.update(bank.nbytes)
-    if not dispatched:
-        placement.move(device)
-    for home in set(homes.values()):
+    if homes.rest is not None:
+        placement.move(homes.rest.device)
+    for home in homes.devices:
         home.trim()
-    scheduler = PrefetchScheduler(config, store, homes)
+    scheduler = PrefetchScheduler(config, store, homes.host, resident=len(homes.resident))
     undo.callback(scheduler.stop)
-    for bank in banks:
+    for bank, home in homes.host.items():
         for module in bank.modules:
             undo.callback(detach, module)
-            attach(module, ExpertPrefetchHook(scheduler, bank, homes[bank].device, replaced[module].hook))
+            attach(module, ExpertPrefetchHook(scheduler, bank, home.device, replaced[module].hook))
+    undo.callback(announce(scheduler, min((*banks, *homes.resident), key=lambda bank: bank.index)))
     undo.callback(unguard, weakref.WeakSet(model.modules()))
-    guard(model, scheduler, {bank: home.device for bank, home in homes.items()})
+    guard(model, scheduler, {bank: home.device for bank, home in homes.host.items()})
     scheduler.finalizer = weakref.finalize(model, _end, scheduler, os.getpid())
     undo.callback(scheduler.finalizer.detach)
     for name, value in (("expert_prefetch", scheduler), (_UNDO, undo)):
@@ -165,52 +176,9 @@ def _check_model(model: object) -> None:
     raise TypeError(f"Expected a transformers model (a torch.nn.Module), got {model!r} of type {type(model).__name__}.{hint}")
 
 
-def _choose_devices(model: nn.Module, banks: tuple[ExpertBank, ...], device: Device | None) -> dict[ExpertBank, StreamDevice]:
-    """The banks to prefetch and where each computes."""
-    dispatched = is_dispatched(model)
-    if dispatched and device is not None:
-        raise ValueError(
-            "This model was dispatched by accelerate, which decides where it computes; leave device= out, or load the "
-            "model without device_map."
-        )
-    offloaded = {bank: place for bank in banks if (place := offload_device(bank)) is not None}
-    if offloaded:
-        known = {place: stream_device(place) for place in set(offloaded.values())}
-        return {bank: known[place] for bank, place in offloaded.items()}
-    for bank in banks:
-        if any(parameter.is_meta for parameter in bank.parameters.values()):
-            raise ValueError(
-                f"{bank.name} is on the meta device: it has no weights here. "
-                + (
-                    "They are offloaded by a hook of another module (preload_module_classes?); load the model without that."
-                    if dispatched
-                    else "Load the checkpoint first: AutoModelForCausalLM.from_pretrained(...)."
-                )
-            )
-    present = _accelerators(model, banks)
-    if dispatched and len(present) > 1:
-        places = {bank: next(iter(bank.parameters.values())).device for bank in banks}
-        known = {place: stream_device(place) for place in set(places.values())}
-        return {bank: known[place] for bank, place in places.items()}
-    home = stream_device(device if device is not None or not present else present[0])
-    if any(place != home.device for place in present):
-        raise ValueError(
-            f"The model is on {', '.join(map(str, present))}, but device='{home.device}' was asked for. Leave device= out to "
-            "compute where the model is, or move it with model.to(...) first."
-        )
-    return dict.fromkeys(banks, home)
-
-
-def _accelerators(model: nn.Module, banks: tuple[ExpertBank, ...]) -> list[torch.device]:
-    """The devices other than the CPU that hold parts of the model, those that hold something besides experts first."""
-    experts = {id(parameter) for bank in banks for parameter in bank.parameters.values()}
-    ordered = sorted(model.parameters(), key=lambda parameter: id(parameter) in experts)
-    return list(dict.fromkeys(parameter.device for parameter in ordered if parameter.device.type not in ("cpu", "meta")))
-
-
-def _refuse_foreign_hooks(model: nn.Module, homes: dict[ExpertBank, StreamDevice]) -> None:
+def _refuse_foreign_hooks(model: nn.Module, homes: Homes) -> None:
     own = [scheduler for scheduler, _ in _enabled(model)]
-    for bank in homes:
+    for bank in (*homes.host, *homes.resident):
         hooks = filter(None, map(hook_of, bank.modules))
         if any(hook.scheduler not in own for hook in hooks):
             raise ValueError(
@@ -219,7 +187,7 @@ def _refuse_foreign_hooks(model: nn.Module, homes: dict[ExpertBank, StreamDevice
             )
 
 
-def _say(scheduler: PrefetchScheduler, found: Discovery, homes: dict[ExpertBank, StreamDevice]) -> None:
+def _say(scheduler: PrefetchScheduler, found: Discovery, homes: Homes) -> None:
     """Tell the user, once, what is not as they may expect."""
     if found.refusals:
         left = "; ".join(map(str, found.refusals))
@@ -234,7 +202,7 @@ def _say(scheduler: PrefetchScheduler, found: Discovery, homes: dict[ExpertBank,
             RuntimeWarning,
             stacklevel=3,
         )
-    for home in set(homes.values()):
+    for home in homes.devices:
         if home.device.type == "cpu" and not home.can_pin:
             _log.warning(
                 "hf_prefetch: there is no accelerator here, so experts are 'sent' from the CPU to the CPU. Everything works "

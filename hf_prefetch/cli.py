@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer.exceptions import TyperException
 
-from .config import DEFAULT_SLOTS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from .api import enable_expert_prefetch
+from .config import DEFAULT_SLOTS, PrefetchConfig
+from .streams import stream_device
 
 __all__ = ["app", "main"]
 
@@ -27,11 +27,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ModelName = Annotated[str, typer.Argument(help="A checkpoint folder, a name on the Hub, or 'demo' for the model that ships with it.")]
-Slots = Annotated[int, typer.Option("--prefetch-experts-slots", help="Device buffers that experts rotate through: 2 to 4; 0 is off.")]
+ModelName = Annotated[
+    str, typer.Argument(help="A checkpoint folder, a name on the Hub, or 'demo' for the package's own model.")
+]
+Slots = Annotated[
+    int, typer.Option("--prefetch-experts-slots", help="Device buffers that experts rotate through: 2 to 4; 0 is off.")
+]
 Device = Annotated[str | None, typer.Option(help="Where to compute; the accelerator that torch finds if not given.")]
-NCpuMoe = Annotated[int | None, typer.Option("--n-cpu-moe", help="Keep the experts of the first N layers in host memory, the rest on the device.")]
-GpuMemory = Annotated[str | None, typer.Option("--gpu-memory", help='Device memory for weights, such as "20GiB": as many layers as fit keep their experts there.')]
+NCpuMoe = Annotated[
+    int | None,
+    typer.Option("--n-cpu-moe", help="Keep the experts of the first N layers in host memory, the others on the device."),
+]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option("--gpu-memory", help='Device memory for weights, as "20GiB": as many layers as fit keep their experts there.'),
+]
 
 
 @app.callback()
@@ -53,28 +63,22 @@ def generate(
 ) -> None:
     """Continue a text, printing it as it is written."""
     text = _prompt_text(prompt, prompt_file)
-    loaded, tokenizer = _load(model)
+    # What is wrong with the options should not take the loading of a model to be found.
+    config = PrefetchConfig(slots=prefetch_experts_slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory)
+    home = stream_device(device)
+    writer, tokenizer = _load(model)
     from transformers import TextStreamer
 
-    from . import enable_expert_prefetch
-
-    if prefetch_experts_slots == 0:
-        from .streams import stream_device
-
-        loaded.to(stream_device(device).device)
+    if config.slots:
+        enable_expert_prefetch(writer, config.slots, device=home, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory)
     else:
-        enable_expert_prefetch(
-            loaded, prefetch_experts_slots, device=device, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory
-        )
-    inputs = tokenizer(text, return_tensors="pt").to(loaded.device)
+        writer.to(home.device)
+    inputs = tokenizer(text, return_tensors="pt").to(writer.device)
     print(text, end="", flush=True)
-    # The type of generate is that of a mixin which PreTrainedModel does not declare.
-    writer: Any = loaded
-    writer.generate(
-        **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    )
-    if report and prefetch_experts_slots:
-        print(loaded.expert_prefetch.report(), file=sys.stderr)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    writer.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
+    if report:
+        print(writer.expert_prefetch.report() if config.slots else "prefetching is off", file=sys.stderr)
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
@@ -92,18 +96,18 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     return text
 
 
-def _load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model on the CPU and its tokenizer."""
+def _load(name: str) -> tuple[Any, Any]:
+    """A model on the CPU and its tokenizer; transformers types neither in a way that could be used."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     from .demo import demo_model_path
 
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path = demo_model_path() if name == "demo" else name
-    return AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval(), AutoTokenizer.from_pretrained(path)
+    return AutoModelForCausalLM.from_pretrained(path, dtype="auto"), AutoTokenizer.from_pretrained(path)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,15 +116,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _one_line_errors(command: Callable[[], object]) -> int:
-    import click
-
     try:
         result = command()
-    except click.exceptions.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         return _complain("stopped", 130)
-    except KeyboardInterrupt:
-        return _complain("stopped", 130)
-    except click.ClickException as error:
+    except TyperException as error:
         return _complain(error.format_message(), error.exit_code)
     except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
         return _complain(" ".join(str(error).split()) or type(error).__name__, 1)

@@ -24,8 +24,10 @@ _GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__")
 
 def guard(model: nn.Module, scheduler: PrefetchScheduler, devices: dict[ExpertBank, torch.device]) -> None:
     """Guard a model, its expert banks, and whatever lies in between: a part may be moved as well."""
+    bank_of = {module: bank for bank in devices for module in bank.modules}
     for module in model.modules():
-        inside = {bank: device for bank, device in devices.items() if _holds(module, bank)}
+        banks = [bank_of[inner] for inner in module.modules() if inner in bank_of]
+        inside = {bank: devices[bank] for bank in banks}
         if inside:
             module.__dict__["_apply"] = _check_first(module, inside)
     for bank, device in devices.items():
@@ -42,10 +44,6 @@ def unguard(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for name in _GUARDED:
             module.__dict__.pop(name, None)
-
-
-def _holds(module: nn.Module, bank: ExpertBank) -> bool:
-    return any(inner in bank.modules for inner in module.modules())
 
 
 def _check_first(module: nn.Module, devices: dict[ExpertBank, torch.device]) -> Callable[..., nn.Module]:

@@ -21,11 +21,13 @@ from torch import nn
 from .discovery import ExpertBank
 from .scheduling.scheduler import PrefetchScheduler
 
-__all__ = ["ExpertPrefetchHook", "attach", "detach", "flatten", "hook_of", "put_on"]
+__all__ = ["ExpertPrefetchHook", "announce", "attach", "detach", "flatten", "hook_of", "put_on"]
 
 # Set on a wrapped forward: what it wraps, and for whom.
 _ORIGINAL = "_hf_prefetch_original"
 _OWNER = "_hf_prefetch_owner"
+# What accelerate keeps on a module that has a hook.
+_ACCELERATE = ("_hf_hook", "_old_forward", "forward")
 
 
 class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
@@ -137,8 +139,29 @@ def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def announce(scheduler: PrefetchScheduler, first: ExpertBank) -> Callable[[], None]:
+    """Tell the scheduler when a pass begins, if its first layer keeps its experts on the device and so has no hook.
+
+    Host-resident layers behind it are then on their way before they are reached. Returns what undoes it.
+    """
+    if not scheduler.banks or first in scheduler.banks:
+        return lambda: None
+
+    def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with scheduler.lock:
+            scheduler.begin_pass(first.routed_ids(args, kwargs))
+
+    handles = [module.register_forward_pre_hook(_opaque(begins), with_kwargs=True) for module in first.modules]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
 def attach(module: nn.Module, hook: ExpertPrefetchHook) -> None:
-    """Put the hook on a module.
+    """Put the hook on a module, or leave it as it is if there is an error or an interrupt.
 
     Raises:
         ValueError: the module's experts are prefetched already, through another model object.
@@ -148,7 +171,14 @@ def attach(module: nn.Module, hook: ExpertPrefetchHook) -> None:
             f"The experts in {hook.bank.name} are already prefetched through another object that holds the same modules. "
             "Call disable_expert_prefetch on that one first."
         )
-    put_on(module, [hook])
+    before = {name: module.__dict__[name] for name in _ACCELERATE if name in module.__dict__}
+    try:
+        put_on(module, [hook])
+    except BaseException:
+        for name in _ACCELERATE:
+            module.__dict__.pop(name, None)
+        module.__dict__.update(before)
+        raise
 
 
 def hook_of(module: nn.Module) -> ExpertPrefetchHook | None:

@@ -6,7 +6,7 @@ taken over, and everything else goes to the device that computes.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TypeGuard
 
 import torch
@@ -32,15 +32,19 @@ class Placement:
 
     def move(self, device: torch.device) -> None:
         """Move every Parameter and buffer on the CPU to `device`, in place: Parameters keep their identity."""
-        for parameter in self._model.parameters():
-            if parameter.device.type == "cpu" and id(parameter) not in self._stay and device.type != "cpu":
-                self._parameters.append(parameter)
-                _send(parameter, device)
+        self.send((parameter for parameter in self._model.parameters() if id(parameter) not in self._stay), device)
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type == "cpu" and device.type != "cpu":
                     self._buffers.append((module, name))
                     module._buffers[name] = buffer.to(device)
+
+    def send(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+        """Move some Parameters from the CPU to a device of their own."""
+        for parameter in parameters:
+            if parameter.device.type == "cpu" and device.type != "cpu":
+                self._parameters.append(parameter)
+                _send(parameter, device)
 
     def restore(self) -> None:
         """Move back what `move` has moved. Idempotent."""

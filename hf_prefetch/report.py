@@ -21,7 +21,7 @@ class Report:
 
     Attributes:
         slots: device buffers asked for.
-        banks: expert banks that live in host memory.
+        banks: expert banks that live in host memory; `resident_banks` are those that stay on the device.
         devices: what they compute on.
         calls: calls of experts modules.
         lookahead_calls: those big enough for whole banks to be copied ahead.
@@ -37,6 +37,7 @@ class Report:
 
     slots: int
     banks: int
+    resident_banks: int
     devices: tuple[str, ...]
     calls: int
     lookahead_calls: int
@@ -59,7 +60,7 @@ class Report:
         copies = f"in {self.copies:,} copies, {self.unused_copies:,} of them unused"
         return [
             ("device", ", ".join(self.devices), "looks ahead" if self.looks_ahead else "does not look ahead: plain copies"),
-            ("expert banks", f"{self.banks:,}", "layers whose experts live in host memory"),
+            ("expert banks", f"{self.banks:,}", f"in host memory, {self.resident_banks:,} more stay on the device"),
             ("slots", f"{self.slots}", f"{_size(self.device_bytes)} on the device"),
             ("host memory", _size(self.host_bytes), pinned),
             ("lookahead hits", f"{self.lookahead_hits:,}", of_calls),

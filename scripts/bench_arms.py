@@ -78,7 +78,7 @@ class PinnedBlock:
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8).zero_()
         self._registered = device.type == "cuda"
         if self._registered:
-            code = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0)
+            code = _runtime().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0)
             if int(code) != 0:
                 self._registered = False
                 raise RuntimeError(f"cudaHostRegister of {nbytes:,} bytes gave error {int(code)}")
@@ -87,7 +87,12 @@ class PinnedBlock:
         """End the registration; the memory stays readable. No copy from it may be under way."""
         if self._registered:
             self._registered = False
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            _runtime().cudaHostUnregister(self.bytes.data_ptr())
+
+
+def _runtime() -> Any:
+    get: Any = torch.cuda.cudart
+    return get()
 
 
 class Arm(ABC):
@@ -120,7 +125,7 @@ class Arm(ABC):
         return None
 
     def report(self) -> dict[str, Any]:
-        """What the arm itself has to say, before it is left."""
+        """What the arm itself has counted since `enter`."""
         return {}
 
     def __enter__(self) -> Arm:

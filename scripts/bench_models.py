@@ -1,4 +1,4 @@
-"""Models for the benchmark: published shapes with random weights, or a checkpoint, and where their experts are.
+"""Models for the benchmark: published shapes with random weights, or a checkpoint; and the machine that they run on.
 
 A random model costs what a trained one costs as long as whole expert banks travel; what its router prefers does not,
 so nothing that depends on routing (hit rates, distinct experts) should be read off one.
@@ -7,14 +7,22 @@ so nothing that depends on routing (hit rates, distinct experts) should be read 
 from __future__ import annotations
 
 import gc
+import os
+import platform
+from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-__all__ = ["DEFAULT_LAYERS", "SHAPES", "Shape", "Subject", "build"]
+import hf_prefetch
+
+__all__ = ["DEFAULT_LAYERS", "SHAPES", "Shape", "Subject", "build", "describe_machine", "describe_settings"]
 
 DEFAULT_LAYERS = 16
 # The biggest piece that `checksum` looks at at once, in int64: what it needs beside the weights is a few times that.
@@ -183,10 +191,10 @@ class Subject:
         return int(next(iter(self.weights(next(iter(self.experts.values()))).values())).shape[0])
 
     def place_experts(self, device: torch.device) -> None:
-        """Move all experts to `device`, one tensor at a time."""
+        """Move all experts to `device`, one tensor at a time; in host memory, to ordinary memory of their own."""
         for module in self.experts.values():
             for parameter in self.weights(module).values():
-                if parameter.device != device:
+                if parameter.device != device or device.type == "cpu":
                     with torch.no_grad():
                         parameter.data = _to(parameter.data, device)
         self.tidy()
@@ -208,7 +216,7 @@ class Subject:
                 whole = flat.numel() * flat.element_size() % 8 == 0
                 words = flat.view(torch.int64) if whole else flat.view(torch.uint8).to(torch.int64)
                 position = torch.arange(min(_CHUNK, words.numel()), device=words.device).mul_(2).add_(1)
-                for chunk in words.split(_CHUNK):
+                for chunk in torch.split(words, _CHUNK):
                     plain = (plain + int(chunk.sum())) % 2**64
                     weighted = (3 * weighted + int((chunk * position[: chunk.numel()]).sum())) % 2**64
         return [plain, weighted]
@@ -217,15 +225,17 @@ class Subject:
 def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return tensor.to(device)
-    # Pages are brought in on all threads first: a download that meets fresh ones waits for each.
+    # What one arm leaves may lie in memory of a special kind, so it is copied also where it is on the host already.
+    # Pages are brought in on all threads first: a copy that meets fresh ones waits for each.
     target = torch.empty_like(tensor, device=device)
     return target.zero_().copy_(tensor)
 
 
 def build(name: str, layers: int | None, checkpoint: str | None, device: torch.device, seed: int = 0) -> Subject:
     """Make the model: random weights in bf16 straight on the device, or a checkpoint whose experts stay in host memory."""
+    auto: Any = AutoModelForCausalLM
     if checkpoint is not None:
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", attn_implementation=_attention_of(checkpoint))
+        model = auto.from_pretrained(checkpoint, dtype="auto", attn_implementation=_attention_of(checkpoint))
         subject = Subject(model.eval(), device, _find_experts(model))
         stay = {id(parameter) for module in subject.experts.values() for parameter in module.parameters(recurse=False)}
         _move_rest(model, stay, device)
@@ -235,7 +245,7 @@ def build(name: str, layers: int | None, checkpoint: str | None, device: torch.d
     config = AutoConfig.for_model(shape.model_type, **shape.config, num_hidden_layers=count, tie_word_embeddings=False)
     torch.manual_seed(seed)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=shape.attention)
+        model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation=shape.attention)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Biases start at zero, which would hide one that never arrives.
@@ -267,3 +277,50 @@ def _move_rest(model: nn.Module, stay: set[int], device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    memory = Path("/proc/meminfo")
+    total = int(memory.read_text().split()[1]) * 1024 if memory.exists() else None
+    cuda = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return {
+        "device": device.type,
+        "name": cuda.name if cuda else "CPU stand-in",
+        "device_bytes": cuda.total_memory if cuda else None,
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "ram_bytes": total,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "hf_prefetch": hf_prefetch.__version__,
+    }
+
+
+def describe_settings(subject: Subject, options: Namespace) -> dict[str, Any]:
+    """Everything that may decide about a last bit or a millisecond."""
+    config = subject.model.config
+    backends = ("flash", "mem_efficient", "math", "cudnn")
+    return {
+        "attention": config._attn_implementation,
+        "experts_prefill": config._experts_implementation,
+        "experts_decode": "batched_mm" if subject.device.type != "cpu" else config._experts_implementation,
+        "cache": "DynamicCache, a new one in each pass",
+        "grad_mode": "no_grad",
+        "logits": "last position",
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "bf16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "sdp_backends": [name for name in backends if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()],
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+        "threads": torch.get_num_threads(),
+        "seed": 0,
+        "warmups": options.warmups,
+        "repeats": options.repeats,
+        "slow_repeats": options.slow_repeats,
+        "decode_prompt": options.decode_prompt,
+    }

@@ -35,10 +35,10 @@ Json = dict[str, Any]
 def derive(results: Json) -> Json:
     """Fill in everything that follows from what was measured, and the checks. Returns the same object; idempotent."""
     _derive_link(results)
-    for arm in results["arms"].values():
+    for name, arm in results["arms"].items():
         for key, point in arm["points"].items():
             if point.get("seconds"):
-                _derive_point(results, key, point)
+                _derive_point(results, name, key, point)
     results["checks"] = _checks(results)
     return results
 
@@ -53,28 +53,27 @@ def _derive_link(results: Json) -> None:
         link["limit_seconds"] = model["bank_bytes"] / link["gb_per_s"] / 1e9
 
 
-def _derive_point(results: Json, key: str, point: Json) -> None:
+def _derive_point(results: Json, name: str, key: str, point: Json) -> None:
     link = results["link"]
     seconds = point["seconds"]
     point.update(median=statistics.median(seconds), min=min(seconds), max=max(seconds))
     if point.get("moved_bytes") is not None:
         point["gb_per_s"] = point["moved_bytes"] / point["median"] / 1e9
     resident = _median(results, "resident", key)
-    if "gb_per_s" not in link:
-        return
-    if key == "decode":
-        needed = results["needed"].get("decode")
-        limit = needed["rows_bytes"] / link["gb_per_s"] / 1e9 if needed else None
-        first = 0.0
-    else:
-        limit, first = link["limit_seconds"], link["bank_seconds"]
-    if limit is not None:
-        point["limit"] = limit
-        point["lim"] = max(resident or 0.0, limit) + first
-        point["ratio"] = point["median"] / point["lim"]
     accelerate = _median(results, "accelerate", key)
     if accelerate is not None:
         point["speedup"] = accelerate / point["median"]
+    if "gb_per_s" not in link or name == "resident":
+        return
+    if key == "decode":
+        needed, first = results["needed"].get("decode", {}).get("rows_bytes"), 0.0
+    else:
+        needed, first = results["model"]["bank_bytes"], link["bank_seconds"]
+    if needed is not None:
+        point["needed_bytes"] = needed
+        point["limit"] = needed / link["gb_per_s"] / 1e9
+        point["lim"] = max(resident or 0.0, point["limit"]) + first
+        point["ratio"] = point["median"] / point["lim"]
 
 
 def _median(results: Json, arm: str, key: str) -> float | None:
@@ -185,8 +184,8 @@ def table(results: Json) -> str:
     if "gb_per_s" in link:
         ends = " and ".join(f"{link['bytes'] / statistics.median(link[w]) / 1e9:.1f}" for w in ("start", "end") if link.get(w))
         lines.append(
-            f"pinned copy {ends} GB/s (start, end): all banks {link['limit_seconds']:.4f} s, one {link['bank_seconds']:.4f} s; "
-            "lim = max(resident, all banks) + one"
+            f"pinned copies at {ends} GB/s (start, end): all banks {link['limit_seconds']:.4f} s, one "
+            f"{link['bank_seconds']:.4f} s; lim = max(resident, all banks) + one"
         )
     lines += ["", _HEAD, "-" * len(_HEAD)]
     for name, arm in results["arms"].items():
@@ -194,7 +193,7 @@ def table(results: Json) -> str:
         if arm["status"] != "ok":
             lines.append(f"{name:<14} {arm['status']}: {arm.get('error') or ''}"[: len(_HEAD) + 20])
     checks = results.get("checks", [])
-    lines += ["", f"{'':4} {'check':<40} {'worst':>10} {'bound':>9}  where"]
+    lines += ["", f"{'':4} {'check':<44} {'worst':>10} {'bound':>9}  where"]
     lines += [_check_line(name, group) for name, group in _by_name(checks)]
     verdicts = [check["pass"] for check in checks]
     lines.append(
@@ -254,4 +253,4 @@ def _check_line(name: str, group: list[Json]) -> str:
     where = worst["arm"] + (f", {worst['at']}" if worst["at"] else "")
     if worst["relation"] == "is" and worst["pass"]:
         where = ""
-    return f"{verdict:4} {name:<40} {value:>10} {bound:>9}  {where}".rstrip()
+    return f"{verdict:4} {name:<44} {value:>10} {bound:>9}  {where}".rstrip()

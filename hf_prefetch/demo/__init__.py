@@ -39,7 +39,8 @@ def load_demo_model(dtype: Any = "auto", **kwargs: Any) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype, **kwargs).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype, **kwargs)
+    return model  # in evaluation mode, as from_pretrained leaves it
 
 
 def load_demo_tokenizer() -> PreTrainedTokenizerBase:

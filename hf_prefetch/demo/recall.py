@@ -17,108 +17,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-KEYS: tuple[str, ...] = tuple(
-    [
-        "amber",
-        "anchor",
-        "apple",
-        "arrow",
-        "basil",
-        "basket",
-        "beaver",
-        "bottle",
-        "bronze",
-        "button",
-        "candle",
-        "canyon",
-        "carpet",
-        "castle",
-        "cedar",
-        "cherry",
-        "chimney",
-        "clover",
-        "cobalt",
-        "copper",
-        "coral",
-        "cotton",
-        "crimson",
-        "crystal",
-        "daisy",
-        "desert",
-        "diamond",
-        "dolphin",
-        "eagle",
-        "falcon",
-        "feather",
-        "fern",
-        "forest",
-        "garden",
-        "ginger",
-        "glacier",
-        "granite",
-        "guitar",
-        "hammer",
-        "harbor",
-        "hazel",
-        "helmet",
-        "indigo",
-        "island",
-        "ivory",
-        "jacket",
-        "jasper",
-        "kettle",
-        "ladder",
-        "lantern",
-        "lemon",
-        "lilac",
-        "linen",
-        "lotus",
-        "magnet",
-        "mango",
-        "maple",
-        "marble",
-        "meadow",
-        "mirror",
-        "needle",
-        "nickel",
-        "olive",
-        "onyx",
-        "orange",
-        "orchid",
-        "otter",
-        "palace",
-        "paper",
-        "pearl",
-        "pencil",
-        "pepper",
-        "planet",
-        "quartz",
-        "rabbit",
-        "raven",
-        "ribbon",
-        "rocket",
-        "rose",
-        "ruby",
-        "saffron",
-        "salmon",
-        "silver",
-        "spruce",
-        "sugar",
-        "temple",
-        "ticket",
-        "tiger",
-        "topaz",
-        "tulip",
-        "tunnel",
-        "turtle",
-        "velvet",
-        "violet",
-        "walnut",
-        "window",
-        "winter",
-        "zebra",
-    ]
-)
+_KEYS = """
+amber anchor apple arrow basil basket beaver bottle bronze button candle canyon carpet castle cedar
+cherry chimney clover cobalt copper coral cotton crimson crystal daisy desert diamond dolphin eagle
+falcon feather fern forest garden ginger glacier granite guitar hammer harbor hazel helmet indigo island
+ivory jacket jasper kettle ladder lantern lemon lilac linen lotus magnet mango maple marble meadow
+mirror needle nickel olive onyx orange orchid otter palace paper pearl pencil pepper planet quartz
+rabbit raven ribbon rocket rose ruby saffron salmon silver spruce sugar temple ticket tiger topaz tulip
+tunnel turtle velvet violet walnut window winter zebra
+"""
+KEYS: tuple[str, ...] = tuple(_KEYS.split())
 """The things that a fact may be about."""
 
 
@@ -226,6 +134,7 @@ def recall_score(model: Any, tokenizer: Any, prompts: Sequence[RecallPrompt]) ->
                 attention_mask=inputs["attention_mask"],
                 max_new_tokens=budget,
                 do_sample=False,
+                no_repeat_ngram_size=0,  # the model's own setting would forbid to repeat the fact
                 pad_token_id=tokenizer.pad_token_id,
             )
         text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -61,10 +61,13 @@ class Arena:
         """Page-lock the block for `device`. Returns None on success, else why the system refused; then it stays pageable."""
         if self.is_pinned:
             return None
+        # Noted first: registering takes long enough to be interrupted, and `unpin` has to know that it may have happened.
+        self._ledger.take(Purpose.PINNED, self.nbytes)
+        self._pinned_by = device
         refusal = device.register(self.block.data_ptr(), self._mapped)
-        if refusal is None:
-            self._pinned_by = device
-            self._ledger.take(Purpose.PINNED, self.nbytes)
+        if refusal is not None:
+            self._pinned_by = None
+            self._ledger.give(Purpose.PINNED, self.nbytes)
         return refusal
 
     def unpin(self) -> None:

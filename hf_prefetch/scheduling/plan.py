@@ -20,6 +20,7 @@ class LookaheadOrder:
         self._successor: dict[int, int] = dict(itertools.pairwise(banks))
         self._seen_in_pass: set[int] = set()
         self._last: int | None = None
+        self._first: int = banks[0]
 
     def observe(self, bank: int) -> None:
         """A bank is being called."""
@@ -27,12 +28,17 @@ class LookaheadOrder:
             return
         if bank in self._seen_in_pass:
             self._seen_in_pass.clear()
+            self._first = bank
             if self._last is not None:
                 self._successor.pop(self._last, None)
         elif self._last is not None:
             self._successor[self._last] = bank
         self._seen_in_pass.add(bank)
         self._last = bank
+
+    def upcoming(self, count: int) -> list[int]:
+        """The first `count` banks of a pass that is about to begin."""
+        return [self._first, *self.ahead(self._first, count - 1)][:count]
 
     def ahead(self, bank: int, distance: int) -> list[int]:
         """Up to `distance` banks that are expected after `bank`, nearest first; never `bank` itself, none twice."""

@@ -17,12 +17,14 @@ def first_banks(count: int, banks: int) -> list[int]:
 
 
 def spread(count: int, banks: int) -> list[int]:
-    """`count` of `banks` positions, as evenly as they go and the first one as late as that allows.
+    """`count` of `banks` positions, as evenly as they go, but never the first one unless all are taken.
 
-    The copies of host-resident banks then run beside the resident layers between them, and the first copy beside
-    whatever comes before it.
+    The copies of host-resident banks then run beside the resident layers between them, and the first copy beside the
+    first layer.
     """
-    return [(2 * number + 1) * banks // (2 * count) for number in range(count)]
+    if count == banks:
+        return list(range(banks))
+    return [1 + (2 * number + 1) * (banks - 1) // (2 * count) for number in range(count)]
 
 
 def choose_host_banks(sizes: Sequence[int], budget: int, slots: int) -> list[int]:

@@ -54,7 +54,7 @@ class PrefetchScheduler:
 
     Attributes:
         config: the options it was made with.
-        banks: the model's host-resident banks.
+        banks: the model's host-resident banks; `resident` is the number of the others.
         store: where their bytes are in host memory.
         lock: held by a hook from `acquire` to `release`, so that threads that share a model take turns.
         undo: what `disable_expert_prefetch` does to the model; `finalizer` is what happens if it is deleted instead.
@@ -63,8 +63,11 @@ class PrefetchScheduler:
     undo: ExitStack
     finalizer: weakref.finalize[..., Any]
 
-    def __init__(self, config: PrefetchConfig, store: HostStore, devices: dict[ExpertBank, StreamDevice]) -> None:
+    def __init__(
+        self, config: PrefetchConfig, store: HostStore, devices: dict[ExpertBank, StreamDevice], *, resident: int = 0
+    ) -> None:
         self.config = config
+        self.resident = resident
         self.banks = tuple(devices)
         self.lock = threading.RLock()
         self.counters = Counters()
@@ -138,6 +141,19 @@ class PrefetchScheduler:
             self._ahead_of_use.discard(bank.index)
             self._look_ahead(lane, bank, LOOKAHEAD)
 
+    def begin_pass(self, routed_ids: int | None) -> None:
+        """A pass has begun and its first layers keep their experts on the device: send what will be needed first.
+
+        Without this the first host-resident bank would only be sent when it is asked for.
+        """
+        for lane in dict.fromkeys(self._lane_of.values()):
+            experts = max(bank.num_experts for bank, other in self._lane_of.items() if other is lane)
+            path = choose_path(routed_ids, experts, self.config.lookahead_gate, can_look_ahead=lane.looks_ahead)
+            if path is Path.LOOKAHEAD and not lane.device.is_capturing() and self._ready_slots(lane, self.config.slots):
+                upcoming = lane.order.upcoming(LOOKAHEAD)
+                for index in upcoming:
+                    self._fill(lane, self.store.bank(index), ahead=True, keep=tuple(upcoming))
+
     # -- how a bank gets into a slot ------------------------------------------------------------------------------
 
     def _look_ahead(self, lane: Lane, bank: ExpertBank, depth: int) -> None:
@@ -209,6 +225,7 @@ class PrefetchScheduler:
             return self.counters.report(
                 slots=self.config.slots,
                 banks=len(self.banks),
+                resident_banks=self.resident,
                 devices=tuple(lane.device.name for lane in lanes),
                 looks_ahead=all(lane.looks_ahead for lane in lanes),
                 device_bytes=ledger.held(Purpose.SLOTS),

@@ -1,0 +1,133 @@
+"""Homes: which bank computes where, and which of them live in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .config import PrefetchConfig
+from .discovery import ExpertBank
+from .placement import is_dispatched, offload_device
+from .scheduling.residency import NoRoomError, choose_host_banks, first_banks
+from .streams import StreamDevice, stream_device
+
+__all__ = ["Device", "Homes", "choose_homes"]
+
+Device = torch.device | str | int | StreamDevice
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where everything goes.
+
+    Attributes:
+        host: the banks that live in host memory, and the device on which each computes.
+        resident: the banks that stay on a device, or go there.
+        rest: where what is not an expert goes; None for a dispatched model, which stays as it is.
+    """
+
+    host: dict[ExpertBank, StreamDevice]
+    resident: dict[ExpertBank, StreamDevice]
+    rest: StreamDevice | None
+
+    @property
+    def devices(self) -> set[StreamDevice]:
+        """Every device that computes something."""
+        return {*self.host.values(), *self.resident.values()}
+
+
+def choose_homes(model: nn.Module, banks: tuple[ExpertBank, ...], device: Device | None, config: PrefetchConfig) -> Homes:
+    """Decide it, touching nothing.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: `device` or `gpu_memory` can't be had; the message says why.
+    """
+    dispatched = is_dispatched(model)
+    if dispatched and device is not None:
+        raise ValueError(
+            "This model was dispatched by accelerate, which decides where it computes; leave device= out, or load the "
+            "model without device_map."
+        )
+    offloaded = {bank for bank in banks if offload_device(bank) is not None}
+    _refuse_meta(banks, offloaded, dispatched)
+    homes = _devices(model, banks, device, dispatched)
+    if config.n_cpu_moe is not None:
+        host = {banks[index] for index in first_banks(config.n_cpu_moe, len(banks))}
+    elif config.device_budget is not None:
+        host = _within_budget(model, homes, config.device_budget, config.slots, dispatched)
+    else:
+        # Of a dispatched model only what was sent away from its device is ours to bring there.
+        host = offloaded or set(banks)
+    return Homes(
+        host={bank: home for bank, home in homes.items() if bank in host},
+        resident={bank: home for bank, home in homes.items() if bank not in host},
+        rest=None if dispatched else next(iter(homes.values())),
+    )
+
+
+def _devices(
+    model: nn.Module, banks: tuple[ExpertBank, ...], device: Device | None, dispatched: bool
+) -> dict[ExpertBank, StreamDevice]:
+    """The device on which each bank computes."""
+    present = _accelerators(model, banks)
+    if dispatched:
+        places = {bank: offload_device(bank) or next(iter(bank.parameters.values())).device for bank in banks}
+        if all(place.type == "cpu" for place in places.values()) and present:
+            places = dict.fromkeys(banks, present[0])
+        known = {place: stream_device(place) for place in set(places.values())}
+        return {bank: known[place] for bank, place in places.items()}
+    home = stream_device(device if device is not None or not present else present[0])
+    if any(place != home.device for place in present):
+        raise ValueError(
+            f"The model is on {', '.join(map(str, present))}, but device='{home.device}' was asked for. Leave device= out to "
+            "compute where the model is, or move it with model.to(...) first."
+        )
+    return dict.fromkeys(banks, home)
+
+
+def _within_budget(
+    model: nn.Module, homes: dict[ExpertBank, StreamDevice], budget: int, slots: int, dispatched: bool
+) -> set[ExpertBank]:
+    """The banks that don't fit into `budget` bytes of each device beside the slots and what is not an expert."""
+    experts = {id(parameter) for bank in homes for parameter in bank.parameters.values()}
+    rest = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in experts}
+    host: set[ExpertBank] = set()
+    for home in set(homes.values()):
+        dense = sum(
+            tensor.numel() * tensor.element_size()
+            for tensor in rest.values()
+            if not tensor.is_meta and (tensor.device == home.device or not dispatched)
+        )
+        banks = [bank for bank, place in homes.items() if place is home]
+        try:
+            chosen = choose_host_banks([bank.nbytes for bank in banks], budget - dense, slots)
+        except NoRoomError as error:
+            least = dense + slots * max(bank.nbytes for bank in banks)
+            raise ValueError(
+                f"gpu_memory={budget / 2**20:,.0f} MiB is too little on {home.name}: {dense / 2**20:,.0f} MiB of it go to what "
+                f"is not an expert, {error}. Give at least {least / 2**20:,.0f} MiB, or take fewer slots."
+            ) from error
+        host.update(banks[index] for index in chosen)
+    return host
+
+
+def _accelerators(model: nn.Module, banks: tuple[ExpertBank, ...]) -> list[torch.device]:
+    """The devices other than the CPU that hold parts of the model, those that hold something besides experts first."""
+    experts = {id(parameter) for bank in banks for parameter in bank.parameters.values()}
+    ordered = sorted(model.parameters(), key=lambda parameter: id(parameter) in experts)
+    return list(dict.fromkeys(parameter.device for parameter in ordered if parameter.device.type not in ("cpu", "meta")))
+
+
+def _refuse_meta(banks: tuple[ExpertBank, ...], offloaded: set[ExpertBank], dispatched: bool) -> None:
+    for bank in banks:
+        if bank not in offloaded and any(parameter.is_meta for parameter in bank.parameters.values()):
+            raise ValueError(
+                f"{bank.name} is on the meta device: it has no weights here. "
+                + (
+                    "They are offloaded by a hook of another module (preload_module_classes?); load the model without that."
+                    if dispatched
+                    else "Load the checkpoint first: AutoModelForCausalLM.from_pretrained(...)."
+                )
+            )
