@@ -27,16 +27,11 @@ def guard(model: nn.Module, scheduler: PrefetchScheduler, devices: dict[ExpertBa
     bank_of = {module: bank for bank in devices for module in bank.modules}
     for module in model.modules():
         banks = [bank_of[inner] for inner in module.modules() if inner in bank_of]
-        inside = {bank: devices[bank] for bank in banks}
-        if inside:
-            module.__dict__["_apply"] = _check_first(module, inside)
-    for bank, device in devices.items():
-        for module in bank.modules:
-            module.__dict__["_apply"] = _stay(module, bank, device)
-    for module in (model, *(module for bank in devices for module in bank.modules)):
-        # `copy` and `pickle` ask the object, not its type, so these may live on the instance.
-        module.__dict__["__deepcopy__"] = scheduler.__deepcopy__
-        module.__dict__["__reduce_ex__"] = scheduler.__reduce_ex__
+        if banks:
+            own = bank_of.get(module)
+            move = _stay(module, own, devices[own]) if own else _check_first(module, {bank: devices[bank] for bank in banks})
+            # `copy` and `pickle` ask the object, not its type, so these may live on the instance.
+            module.__dict__.update(zip(_GUARDED, (move, scheduler.__deepcopy__, scheduler.__reduce_ex__), strict=True))
 
 
 def unguard(modules: Iterable[nn.Module]) -> None:

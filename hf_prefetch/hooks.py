@@ -100,17 +100,18 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
             return output
         refuse = functools.partial(_RefuseBackward.apply, self.bank.name)
         if isinstance(output, torch.Tensor):
-            return refuse(output, *watched)
-        return type(output)(refuse(item, *watched) if isinstance(item, torch.Tensor) else item for item in output)
+            return refuse([output], *watched)
+        return type(output)(refuse([item], *watched) if isinstance(item, torch.Tensor) else item for item in output)
 
 
 class _RefuseBackward(torch.autograd.Function):
     """Identity whose gradient is an error: silence would mean wrong gradients."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, output: torch.Tensor, *watched: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, name: str, output: list[torch.Tensor], *watched: torch.Tensor) -> torch.Tensor:
         ctx.name = name
-        return output.view_as(output)
+        # In a list it is no input, and what is given out no view of one: some blocks write into it.
+        return output[0].detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
@@ -127,15 +128,18 @@ def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     Importing Dynamo only to tell it so would take seconds; nothing is traced before somebody else has imported it.
     """
 
-    @functools.cache
-    def untraced() -> Callable[..., Any]:
-        return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+    untraced: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        run = untraced() if "torch._dynamo" in sys.modules else function
-        return run(*args, **kwargs)
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not untraced:
+            untraced.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return untraced[0](*args, **kwargs)
 
+    # A traced caller stops here; what is below must not be traced as a function of its own either, hence the above.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
 
 

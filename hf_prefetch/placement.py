@@ -16,6 +16,7 @@ from torch import nn
 
 from .discovery import ExpertBank
 from .hooks import flatten, hook_of, put_on
+from .memory.store import send_parameter
 
 __all__ = ["Placement", "TakenHooks", "is_dispatched", "offload_device"]
 
@@ -37,31 +38,27 @@ class Placement:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type == "cpu" and device.type != "cpu":
                     self._buffers.append((module, name))
-                    module._buffers[name] = buffer.to(device)
+                    with torch.inference_mode(False):
+                        module._buffers[name] = buffer.to(device)
 
     def send(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         """Move some Parameters from the CPU to a device of their own."""
         for parameter in parameters:
             if parameter.device.type == "cpu" and device.type != "cpu":
                 self._parameters.append(parameter)
-                _send(parameter, device)
+                send_parameter(parameter, device)
 
     def restore(self) -> None:
         """Move back what `move` has moved. Idempotent."""
         while self._parameters:
-            _send(self._parameters.pop(), torch.device("cpu"))
+            send_parameter(self._parameters.pop(), torch.device("cpu"))
         while self._buffers:
             module, name = self._buffers.pop()
             buffer = module._buffers.get(name)
             if buffer is not None:
-                module._buffers[name] = buffer.to("cpu")
+                with torch.inference_mode(False):
+                    module._buffers[name] = buffer.to("cpu")
 
-
-def _send(parameter: nn.Parameter, device: torch.device) -> None:
-    with torch.no_grad():
-        parameter.data = parameter.data.to(device)
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.to(device)
 
 
 def is_dispatched(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import gc
 import os
 import platform
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,142 +22,15 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_prefetch
+from bench_host import host_block
+from bench_shapes import DEFAULT_LAYERS, SHAPES
 
-__all__ = ["DEFAULT_LAYERS", "SHAPES", "Shape", "Subject", "build", "describe_machine", "describe_settings"]
+__all__ = ["Subject", "build", "describe_machine", "describe_settings"]
 
-DEFAULT_LAYERS = 16
-# The biggest piece that `checksum` looks at at once, in int64: what it needs beside the weights is a few times that.
-_CHUNK = 1 << 22
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A published configuration: its model type, what differs from that type's defaults, and how it attends."""
-
-    model_type: str
-    config: dict[str, Any]
-    layers: int
-    attention: str = "sdpa"
-
-
-def _rope(theta: float) -> dict[str, Any]:
-    # Rotary scaling for long contexts is left out: it changes numbers, not time.
-    return {"rope_type": "default", "rope_theta": theta}
-
-
-SHAPES: dict[str, Shape] = {
-    "qwen3-30b-a3b": Shape(
-        "qwen3_moe",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": True,
-            "max_position_embeddings": 40960,
-            "rope_parameters": _rope(1e6),
-        },
-        layers=48,
-    ),
-    "mixtral-8x7b": Shape(
-        "mixtral",
-        {
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "max_position_embeddings": 40960,
-            "rope_parameters": _rope(1e6),
-            "sliding_window": None,
-        },
-        layers=32,
-    ),
-    # transformers has no SDPA for its attention sinks, so the scores of a long prompt are whole matrices.
-    "gpt-oss-20b": Shape(
-        "gpt_oss",
-        {
-            "vocab_size": 201088,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "sliding_window": 128,
-            "max_position_embeddings": 131072,
-            "rope_parameters": _rope(150000.0),
-        },
-        layers=24,
-        attention="eager",
-    ),
-    "olmoe": Shape(
-        "olmoe",
-        {
-            "vocab_size": 50304,
-            "hidden_size": 2048,
-            "intermediate_size": 1024,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "max_position_embeddings": 40960,
-            "rope_parameters": _rope(1e4),
-        },
-        layers=16,
-    ),
-    "deepseek-v2-lite": Shape(
-        "deepseek_v2",
-        {
-            "vocab_size": 102400,
-            "hidden_size": 2048,
-            "intermediate_size": 10944,
-            "moe_intermediate_size": 1408,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 6,
-            "first_k_dense_replace": 1,
-            "topk_method": "greedy",
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            "max_position_embeddings": 163840,
-            "rope_parameters": _rope(1e4),
-        },
-        layers=27,
-    ),
-    "tiny": Shape(
-        "qwen3_moe",
-        {
-            "vocab_size": 256,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "max_position_embeddings": 40960,
-            "rope_parameters": _rope(1e4),
-        },
-        layers=5,
-    ),
-}
+# The piece that `checksum` looks at at once, in int64. Another size gives other sums.
+_CHUNK = 1 << 21
+# Threads that fill host memory; each of them uses torch's own threads besides.
+_MOVERS = 4
 
 
 @dataclass
@@ -167,11 +41,13 @@ class Subject:
         model: a causal language model; everything but its experts is on `device`.
         device: where it computes.
         experts: the experts modules by name, in the order in which a forward calls them.
+        home: where the experts are between two arms: `device`, or the host if it doesn't hold them.
     """
 
     model: Any
     device: torch.device
     experts: dict[str, nn.Module]
+    home: torch.device
 
     def weights(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """A module's own Parameters *now*: accelerate replaces the objects when it attaches or detaches a hook."""
@@ -180,23 +56,32 @@ class Subject:
     @property
     def bank_bytes(self) -> dict[str, int]:
         """Size of each experts module's weights."""
-        return {
-            name: sum(parameter.numel() * parameter.element_size() for parameter in self.weights(module).values())
-            for name, module in self.experts.items()
-        }
+        return {name: sum(map(_size, self.weights(module).values())) for name, module in self.experts.items()}
+
+    @property
+    def host_bytes(self) -> int:
+        """How much of the experts is in host memory now."""
+        return sum(_size(p) for p in self._parameters() if p.device.type == "cpu")
 
     @property
     def num_experts(self) -> int:
         """Experts of one module."""
         return int(next(iter(self.weights(next(iter(self.experts.values()))).values())).shape[0])
 
-    def place_experts(self, device: torch.device) -> None:
-        """Move all experts to `device`, one tensor at a time; in host memory, to ordinary memory of their own."""
-        for module in self.experts.values():
-            for parameter in self.weights(module).values():
-                if parameter.device != device or device.type == "cpu":
-                    with torch.no_grad():
-                        parameter.data = _to(parameter.data, device)
+    def place_experts(self, device: torch.device, *, ordinary: bool = False) -> None:
+        """Move all experts to `device`, one tensor at a time.
+
+        `ordinary`: to memory as torch allocates it, also what is on the host already: an arm before may have left it in
+        memory of a special kind.
+        """
+
+        def move(parameter: nn.Parameter) -> None:
+            with torch.no_grad():
+                parameter.data = _to(parameter.data, device, ordinary)
+
+        moving = [parameter for parameter in self._parameters() if ordinary or parameter.device != device]
+        with ThreadPoolExecutor(_MOVERS if device.type == "cpu" else 1) as pool:
+            list(pool.map(move, moving))
         self.tidy()
 
     def tidy(self) -> None:
@@ -210,25 +95,35 @@ class Subject:
     def checksum(self) -> list[int]:
         """Two sums over every byte of the experts, modulo 2**64, one weighted by position: the same on any device."""
         plain = weighted = 0
-        for module in self.experts.values():
-            for parameter in self.weights(module).values():
-                flat = parameter.data.contiguous().view(-1)
-                whole = flat.numel() * flat.element_size() % 8 == 0
-                words = flat.view(torch.int64) if whole else flat.view(torch.uint8).to(torch.int64)
-                position = torch.arange(min(_CHUNK, words.numel()), device=words.device).mul_(2).add_(1)
-                for chunk in torch.split(words, _CHUNK):
-                    plain = (plain + int(chunk.sum())) % 2**64
-                    weighted = (3 * weighted + int((chunk * position[: chunk.numel()]).sum())) % 2**64
+        weights: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        for parameter in self._parameters():
+            flat = parameter.data.contiguous().view(-1)
+            whole = _size(flat) % 8 == 0
+            words = flat.view(torch.int64) if whole else flat.view(torch.uint8).to(torch.int64)
+            if words.device not in weights:
+                position = torch.arange(_CHUNK, device=words.device).mul_(2).add_(1)
+                weights[words.device] = position, torch.empty_like(position)
+            for chunk in torch.split(words, _CHUNK):
+                position, product = (tensor[: chunk.numel()] for tensor in weights[words.device])
+                plain = (plain + int(chunk.sum())) % 2**64
+                weighted = (3 * weighted + int(torch.mul(chunk, position, out=product).sum())) % 2**64
         return [plain, weighted]
 
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for module in self.experts.values() for parameter in self.weights(module).values()]
 
-def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _to(tensor: torch.Tensor, device: torch.device, ordinary: bool) -> torch.Tensor:
     if device.type != "cpu":
         return tensor.to(device)
-    # What one arm leaves may lie in memory of a special kind, so it is copied also where it is on the host already.
     # Pages are brought in on all threads first: a copy that meets fresh ones waits for each.
-    target = torch.empty_like(tensor, device=device)
-    return target.zero_().copy_(tensor)
+    if ordinary:
+        return torch.empty_like(tensor, device=device).zero_().copy_(tensor)
+    return host_block(_size(tensor)).view(tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 def build(name: str, layers: int | None, checkpoint: str | None, device: torch.device, seed: int = 0) -> Subject:
@@ -236,7 +131,7 @@ def build(name: str, layers: int | None, checkpoint: str | None, device: torch.d
     auto: Any = AutoModelForCausalLM
     if checkpoint is not None:
         model = auto.from_pretrained(checkpoint, dtype="auto", attn_implementation=_attention_of(checkpoint))
-        subject = Subject(model.eval(), device, _find_experts(model))
+        subject = Subject(model.eval(), device, _find_experts(model), home=torch.device("cpu"))
         stay = {id(parameter) for module in subject.experts.values() for parameter in module.parameters(recurse=False)}
         _move_rest(model, stay, device)
         return subject
@@ -251,7 +146,7 @@ def build(name: str, layers: int | None, checkpoint: str | None, device: torch.d
             # Biases start at zero, which would hide one that never arrives.
             if parameter_name.endswith("bias"):
                 parameter.normal_(0.0, 0.02)
-    return Subject(model.eval(), device, _find_experts(model))
+    return Subject(model.eval(), device, _find_experts(model), home=device)
 
 
 def _attention_of(checkpoint: str) -> str:
@@ -323,4 +218,6 @@ def describe_settings(subject: Subject, options: Namespace) -> dict[str, Any]:
         "repeats": options.repeats,
         "slow_repeats": options.slow_repeats,
         "decode_prompt": options.decode_prompt,
+        "prefetch_from": options.prefetch_from,
+        "cap_bytes": options.cap,
     }

@@ -317,13 +317,14 @@ and to show the handling of expert weights; nothing that it says means anything.
 | licence of the weights | the package's |
 | trained | {record[date]} on one {record[machine]}: {record[steps]} steps, {record[tokens]:,} tokens, {record[seconds]} s; \
 torch {record[torch]}, transformers {record[transformers]} |
-| final losses | text {last[text_loss]} (one batch, with dropout), held-out text {last[validation_loss]}, \
-answers {last[answer_loss]}, load balance {last[balance]} (1 is even) |
+| final losses | text {last[text_loss]} (one batch, with dropout), held-out text {last[validation_loss]} \
+(its beginning), answers {last[answer_loss]}, load balance {last[balance]} (1 is even) |
 | context | trained on up to {record[settings][length]} tokens, so worse beyond |
-| decoding | `generation_config.json` asks for greedy decoding without a fourth token that repeats a run of four, for plain \
-greedy text goes in circles soon; the recall task decodes plainly |
+| decoding | `generation_config.json` asks for greedy decoding in which no run of four tokens comes twice, as plain \
+greedy text soon goes in circles; the recall task switches that off |
 
-Made from the root of the repository by:
+Made from the root of the repository by the command below. Where the clock ended the training, another run ends a few
+steps earlier or later and gives a model that is as good, not the same bits.
 
 ```sh
 python scripts/train_demo_model.py --device cuda {options}

@@ -26,7 +26,7 @@ def test_n_cpu_moe_sends_the_first_layers_and_no_others(share: int, device: torc
     before, ids = Snapshot.of(model), prompt(20, device=device)
     with torch.no_grad():
         expected = model(ids).logits
-        enable_expert_prefetch(model, n_cpu_moe=host)
+        enable_expert_prefetch(model, n_cpu_moe=host, device=device)
         for _ in range(2):
             assert torch.equal(model(ids).logits, expected)
     report = model.expert_prefetch.report()
@@ -63,12 +63,12 @@ def test_gpu_memory_keeps_as_many_layers_as_fit(policy: str | int) -> None:
     assert all(not module._forward_pre_hooks for module in model.modules())
 
 
-def test_everything_fits() -> None:
+def test_everything_fits(device: torch.device) -> None:
     """Then nothing is hooked, nothing is allocated, and the report says so."""
-    model, ids = build("mixtral"), prompt(20)
+    model, ids = build("mixtral").to(device), prompt(20, device=device)
     with torch.no_grad():
         expected = model(ids).logits
-        enable_expert_prefetch(model, gpu_memory="1GiB")
+        enable_expert_prefetch(model, gpu_memory="1GiB", device=device)
         assert torch.equal(model(ids).logits, expected)
     report = model.expert_prefetch.report()
     assert (report.banks, report.resident_banks, report.device_bytes, report.host_bytes) == (0, 5, 0, 0)
@@ -123,12 +123,12 @@ def test_a_dispatched_model_gets_layers_back_onto_its_device() -> None:
         assert torch.equal(model(ids).logits, expected)
 
 
-def test_a_second_call_changes_what_stays() -> None:
+def test_a_second_call_changes_what_stays(device: torch.device) -> None:
     """Enabled again with other options: as if it had been the first time."""
-    model, ids = build("qwen3_moe"), prompt(20)
+    model, ids = build("qwen3_moe").to(device), prompt(20, device=device)
     with torch.no_grad():
         expected = model(ids).logits
         for host in (2, 7, 0, 4):
-            enable_expert_prefetch(model, n_cpu_moe=host)
+            enable_expert_prefetch(model, n_cpu_moe=host, device=device)
             assert torch.equal(model(ids).logits, expected)
             assert model.expert_prefetch.report().banks == host

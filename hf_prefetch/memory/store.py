@@ -6,13 +6,14 @@ import warnings
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ..discovery import ExpertBank
 from ..streams import StreamDevice
 from .ledger import Ledger, Purpose
 from .pinned import Arena
 
-__all__ = ["HostStore", "StoredBank"]
+__all__ = ["HostStore", "StoredBank", "send_parameter"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +104,7 @@ class HostStore:
             return
         try:
             for name, parameter in bank.parameters.items():
-                parameter.data = parameter.data.to(stored.origins[name])
+                send_parameter(parameter, stored.origins[name])
         except torch.OutOfMemoryError:
             warnings.warn(
                 f"hf_prefetch: {bank.name} stays in host memory, there is no room for its {bank.nbytes / 2**20:,.0f} MiB on "
@@ -122,3 +123,12 @@ class HostStore:
     def _let_go(self, stored: StoredBank) -> None:
         stored.arena.unpin()
         self.ledger.give(Purpose.BANKS, stored.bank.nbytes)
+
+
+def send_parameter(parameter: nn.Parameter, device: torch.device) -> None:
+    """Move a Parameter and its gradient, in place: it stays the same object."""
+    # What is made under inference_mode could never be trained or written to again.
+    with torch.inference_mode(False), torch.no_grad():
+        parameter.data = parameter.data.to(device)
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(device)

@@ -1,0 +1,86 @@
+"""Loading what a user has named on the command line: a folder, a model on the Hub, or the package's own model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from .demo import demo_model_path
+
+__all__ = ["DEMO", "load_model", "load_tokenizer"]
+
+# The name of the demonstration model.
+DEMO = "demo"
+
+Loaded = TypeVar("Loaded")
+
+
+def load_model(name: str) -> Any:
+    """A model on the CPU, in the dtype of its checkpoint.
+
+    Raises:
+        FileNotFoundError: nothing of this name is here or on the Hub; the message says which.
+    """
+    from transformers import AutoModelForCausalLM
+
+    return _load(name, lambda path: AutoModelForCausalLM.from_pretrained(path, dtype="auto"))
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model. Raises what `load_model` raises, and sooner."""
+    from transformers import AutoTokenizer
+
+    return _load(name, AutoTokenizer.from_pretrained)
+
+
+def _load(name: str, load: Callable[[str], Loaded]) -> Loaded:
+    _say_less()
+    if name == DEMO:
+        return load(demo_model_path())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return load(str(path))
+    if path.exists():
+        raise NotADirectoryError(f"{name} is a file; give the folder that holds config.json and the weights")
+    try:
+        return load(name)
+    except (OSError, ValueError) as error:
+        _explain(name, error)
+
+
+def _explain(name: str, error: Exception) -> NoReturn:
+    """Say of a name that is no folder here what became of it on the Hub; what is already clear passes through."""
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    reasons = _chain(error)
+    if any(isinstance(reason, GatedRepoError) for reason in reasons):
+        raise error
+    if any(isinstance(reason, HFValidationError | RepositoryNotFoundError) for reason in reasons):
+        raise FileNotFoundError(f"{name}: no such folder, and no model of that name on the Hub") from error
+    if any(isinstance(reason, LocalEntryNotFoundError) for reason in reasons):
+        raise FileNotFoundError(
+            f"{name}: no such folder, and no model of that name among those downloaded; the Hub can't be reached"
+        ) from error
+    raise error
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An error and those that it was raised from."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+def _say_less() -> None:
+    """What transformers and the Hub's client have to say while loading goes to a terminal or nowhere."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    hub_logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
