@@ -29,6 +29,8 @@ Model = TypeVar("Model", bound=nn.Module)
 _log = logging.getLogger("hf_prefetch")
 # Where an enabled model keeps the way back.
 _UNDO = "_expert_prefetch_undo"
+# Seconds that an exiting interpreter waits for a thread that is inside an experts module.
+_PATIENCE = 5.0
 
 
 def enable_expert_prefetch(
@@ -155,7 +157,7 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: ExitS
     undo.callback(announce(scheduler, min((*banks, *homes.resident), key=lambda bank: bank.index)))
     undo.callback(unguard, weakref.WeakSet(model.modules()))
     guard(model, scheduler, {bank: home.device for bank, home in homes.host.items()})
-    scheduler.finalizer = weakref.finalize(model, _end, scheduler, os.getpid())
+    scheduler.finalizer = weakref.finalize(model, _end, scheduler, weakref.ref(model), os.getpid())
     undo.callback(scheduler.finalizer.detach)
     for name, value in (("expert_prefetch", scheduler), (_UNDO, undo)):
         undo.callback(model.__dict__.pop, name, None)
@@ -163,9 +165,14 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: ExitS
     return scheduler
 
 
-def _end(scheduler: PrefetchScheduler, owner: int) -> None:
+def _end(scheduler: PrefetchScheduler, model: weakref.ref[nn.Module], owner: int) -> None:
     """The model is gone, or the interpreter exits: give memory back, unless this is a fork of the process that took it."""
-    if os.getpid() == owner:
+    if os.getpid() != owner:
+        return
+    # If the model is still there, the interpreter exits, and threads may be at work that nobody waits for: they stop
+    # at the lock, which nobody gives back. One that doesn't get there soon keeps its slots: the system takes them.
+    exits = model() is not None
+    if not exits or scheduler.lock.acquire(timeout=_PATIENCE):
         scheduler.close()
 
 

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +18,7 @@ from typer.exceptions import TyperException
 
 from .api import enable_expert_prefetch
 from .config import DEFAULT_SLOTS, PrefetchConfig
+from .pretrained import load_model, load_tokenizer
 from .streams import stream_device
 
 __all__ = ["app", "main"]
@@ -27,26 +31,93 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+# Tokens of the prompt that are decoded along with what follows, so that a space between the two is not lost.
+_CONTEXT = 4
+
+
+# -- options: what is wrong with one is found before a model is loaded, and said with its name --------------------------
+
+
+@contextmanager
+def _refusing(*errors: type[Exception], option: str | None = None) -> Iterator[None]:
+    try:
+        yield
+    except errors as error:
+        raise typer.BadParameter(_one_line(error), param_hint=option) from error
+
+
+def _check_slots(value: int) -> int:
+    with _refusing(ValueError):
+        return PrefetchConfig(slots=value).slots
+
+
+def _check_n_cpu_moe(value: int | None) -> int | None:
+    with _refusing(ValueError):
+        return PrefetchConfig(n_cpu_moe=value).n_cpu_moe
+
+
+def _check_gpu_memory(value: str | None) -> str | None:
+    with _refusing(ValueError):
+        PrefetchConfig(gpu_memory=value)
+    return value
+
+
+def _check_device(value: str | None) -> str | None:
+    with _refusing(ValueError, RuntimeError):
+        try:
+            stream_device(value)
+        except RuntimeError as error:
+            if "device string" in str(error):
+                raise ValueError(f"{value!r} is no device; give cpu, cuda or cuda:1, for example") from error
+            raise
+    return value
+
+
+def _numbers(text: str) -> str:
+    if not all(word.strip().isdigit() and int(word) > 0 for word in text.split(",")):
+        raise typer.BadParameter(f"{text!r} is no list of numbers such as 32,512,2048")
+    return text
+
+
 ModelName = Annotated[
     str, typer.Argument(help="A checkpoint folder, a name on the Hub, or 'demo' for the package's own model.")
 ]
 Slots = Annotated[
-    int, typer.Option("--prefetch-experts-slots", help="Device buffers that experts rotate through: 2 to 4; 0 is off.")
+    int,
+    typer.Option(
+        "--prefetch-experts-slots",
+        callback=_check_slots,
+        help="Device buffers that experts rotate through: 2 to 4; 0 is off.",
+    ),
 ]
-Device = Annotated[str | None, typer.Option(help="Where to compute; the accelerator that torch finds if not given.")]
+Device = Annotated[
+    str | None,
+    typer.Option(callback=_check_device, help="Where to compute; the accelerator that torch finds if not given."),
+]
 NCpuMoe = Annotated[
     int | None,
-    typer.Option("--n-cpu-moe", help="Keep the experts of the first N layers in host memory, the others on the device."),
+    typer.Option(
+        "--n-cpu-moe",
+        callback=_check_n_cpu_moe,
+        help="Keep the experts of the first N layers in host memory, the others on the device.",
+    ),
 ]
 GpuMemory = Annotated[
     str | None,
-    typer.Option("--gpu-memory", help='Device memory for weights, as "20GiB": as many layers as fit keep their experts there.'),
+    typer.Option(
+        "--gpu-memory",
+        callback=_check_gpu_memory,
+        help='Device memory for weights, as "20GiB": as many layers as fit keep their experts there.',
+    ),
 ]
 
 
-@app.callback()
-def _commands() -> None:
-    """Keep `generate` a word of its own even while it is the only command."""
+def _config(slots: int, n_cpu_moe: int | None, gpu_memory: str | None) -> PrefetchConfig:
+    with _refusing(ValueError):
+        return PrefetchConfig(slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory)
+
+
+# -- commands -----------------------------------------------------------------------------------------------------------
 
 
 @app.command()
@@ -63,22 +134,47 @@ def generate(
 ) -> None:
     """Continue a text, printing it as it is written."""
     text = _prompt_text(prompt, prompt_file)
-    # What is wrong with the options should not take the loading of a model to be found.
-    config = PrefetchConfig(slots=prefetch_experts_slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory)
-    home = stream_device(device)
-    writer, tokenizer = _load(model)
-    from transformers import TextStreamer
-
+    config, home = _config(prefetch_experts_slots, n_cpu_moe, gpu_memory), stream_device(device)
+    tokenizer, writer = load_tokenizer(model), load_model(model)
     if config.slots:
         enable_expert_prefetch(writer, config.slots, device=home, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory)
     else:
         writer.to(home.device)
     inputs = tokenizer(text, return_tensors="pt").to(writer.device)
     print(text, end="", flush=True)
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    writer.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
+    with _whole_lines():
+        streamer = _streamer(tokenizer, inputs["input_ids"][0].tolist())
+        writer.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
     if report:
         print(writer.expert_prefetch.report() if config.slots else "prefetching is off", file=sys.stderr)
+
+
+@app.command()
+def bench(
+    model: ModelName,
+    prompt_lengths: Annotated[
+        str, typer.Option(callback=_numbers, help="Tokens of the prompts to be measured.")
+    ] = "32,512,2048",
+    decode_tokens: Annotated[int, typer.Option(min=0, help="Tokens of decode to be measured; 0 leaves it out.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured passes of a prompt.")] = 3,
+    prefetch_experts_slots: Slots = DEFAULT_SLOTS,
+    device: Device = None,
+    n_cpu_moe: NCpuMoe = None,
+    gpu_memory: GpuMemory = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="A file to write the numbers to as well.")] = None,
+) -> None:
+    """Measure a model with prefetching off (if all of it fits on the device) and on: speed, memory and equal logits."""
+    from .bench import Bench
+
+    config, home = _config(prefetch_experts_slots, n_cpu_moe, gpu_memory), stream_device(device)
+    if json_file is not None and not json_file.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {json_file.parent}", param_hint="--json")
+    lengths = sorted({int(word) for word in prompt_lengths.split(",")})
+    run = Bench(load_model(model), config, home, repeats=repeats)
+    run.run(lengths, decode_tokens, _say)
+    print(run)
+    if json_file is not None:
+        json_file.write_text(json.dumps(run.as_json(model), indent=1) + "\n", encoding="utf-8")
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
@@ -90,24 +186,42 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
         text = sys.stdin.read()
     else:
         assert prompt_file is not None
-        text = prompt_file.read_text(encoding="utf-8")
+        with _refusing(OSError, UnicodeError, option="--prompt-file"):
+            text = prompt_file.read_text(encoding="utf-8")
     if not text:
         raise typer.BadParameter("the text to continue is empty")
     return text
 
 
-def _load(name: str) -> tuple[Any, Any]:
-    """A model on the CPU and its tokenizer; transformers types neither in a way that could be used."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+def _streamer(tokenizer: Any, prompt: list[int]) -> Any:
+    """Prints tokens as they come, decoded as what follows the prompt: some tokenizers drop the space before a first word."""
+    from transformers import TextStreamer
 
-    from .demo import demo_model_path
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer.token_cache = prompt[-_CONTEXT:]
+    streamer.print_len = len(tokenizer.decode(streamer.token_cache, skip_special_tokens=True))
+    return streamer
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    path = demo_model_path() if name == "demo" else name
-    return AutoModelForCausalLM.from_pretrained(path, dtype="auto"), AutoTokenizer.from_pretrained(path)
+
+@contextmanager
+def _whole_lines() -> Iterator[None]:
+    """End the line of a text that breaks off, so that the message comes on one of its own."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except BaseException:
+        print(flush=True)
+        raise
+
+
+def _say(text: str) -> None:
+    """Progress, where somebody sees it."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+# -- the end ------------------------------------------------------------------------------------------------------------
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -118,16 +232,31 @@ def main(arguments: list[str] | None = None) -> int:
 def _one_line_errors(command: Callable[[], object]) -> int:
     try:
         result = command()
+        sys.stdout.flush()
     except (typer.Abort, KeyboardInterrupt):
-        return _complain("stopped", 130)
+        result = 130
+    except BrokenPipeError:
+        # Whoever read the output has gone; the interpreter's own last flush must not fail as well.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except TyperException as error:
-        return _complain(error.format_message(), error.exit_code)
+        # Help that was asked for by giving no arguments has been printed already.
+        return _complain(_one_line(error), error.exit_code) if error.format_message() else error.exit_code
     except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
-        return _complain(" ".join(str(error).split()) or type(error).__name__, 1)
+        return _complain(_one_line(error), 1)
+    if result == 130:
+        return _complain("stopped", 130)
     return result if isinstance(result, int) else 0
 
 
+def _one_line(error: Exception) -> str:
+    text = error.format_message() if isinstance(error, TyperException) else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
 def _complain(message: str, code: int) -> int:
-    sys.stdout.flush()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
     print(f"hf-prefetch: {message}", file=sys.stderr)
     return code

@@ -40,10 +40,11 @@ def _load(name: str, load: Callable[[str], Loaded]) -> Loaded:
     if name == DEMO:
         return load(demo_model_path())
     path = Path(name).expanduser()
-    if path.is_dir():
-        return load(str(path))
     if path.exists():
-        raise NotADirectoryError(f"{name} is a file; give the folder that holds config.json and the weights")
+        if not (path / "config.json").is_file():
+            what = "a folder without config.json" if path.is_dir() else "a file"
+            raise FileNotFoundError(f"{name} is {what}; give the folder that holds a checkpoint")
+        return load(str(path))
     try:
         return load(name)
     except (OSError, ValueError) as error:
@@ -81,6 +82,6 @@ def _say_less() -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    hub_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -9,6 +9,9 @@ over repeats with the device synchronised at both ends, and then compared with t
 every argument and every output of every experts module must be equal bit for bit, and so must the logits. The file is
 written again after every measurement. ``--show bench.json`` prints the table of an earlier run.
 
+An arm ``prefetch-3@25%`` keeps the experts of a quarter of the layers in host memory, and ``prefetch-3@20GiB`` those that
+this much device memory leaves no room for: with ``--cap 24GiB`` all that is timed has to do with so much altogether.
+
 Without a GPU, ``--device cpu --model tiny`` goes the same way on the CPU stand-in.
 """
 
@@ -31,11 +34,15 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
 import bench_report
+import bench_table
 from bench_arms import check_names
-from bench_models import DEFAULT_LAYERS, SHAPES
+from bench_prefetch import Way
 from bench_run import Bench
+from bench_shapes import DEFAULT_LAYERS, DEMO, SHAPES
+from hf_prefetch.config import PrefetchConfig
+from hf_prefetch.demo import demo_model_path
 
-ARMS = "resident,prefetch-3,prefetch-2,prefetch-4,pinned-serial,accelerate"
+ARMS = "resident,prefetch-3,prefetch-2,prefetch-4,pinned-serial,diffusers,diffusers-whole,accelerate"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -43,33 +50,45 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     numbers = functools.partial(_numbers, parser)
-    parser.add_argument("--model", choices=list(SHAPES), default="qwen3-30b-a3b", help="shape of a model with random weights")
-    parser.add_argument("--layers", type=int, help=f"decoder layers of it; all of them, at most {DEFAULT_LAYERS}, if not given")
-    parser.add_argument("--checkpoint", help="a folder or Hub name to load instead")
-    parser.add_argument("--arms", default=ARMS, help="in this order, but the resident one first")
-    parser.add_argument("--lengths", type=numbers, default="32,200,2048,8192,32768", help="prompt lengths, in tokens")
-    parser.add_argument("--slow-lengths", type=numbers, default="200,8192", help="those that slow arms (accelerate) get")
-    parser.add_argument("--equal-lengths", type=numbers, default="200,2048,8192", help="those compared at every module")
-    parser.add_argument("--repeats", type=int, default=5, help="timed passes of a length")
-    parser.add_argument("--slow-repeats", type=int, default=3, help="the same for slow arms")
-    parser.add_argument("--warmups", type=int, default=2, help="passes before those; slow arms get one")
-    parser.add_argument("--decode-tokens", type=int, default=8, help="timed tokens; 0 leaves decode out")
-    parser.add_argument("--slow-decode-tokens", type=int, default=3, help="the same for slow arms")
-    parser.add_argument("--decode-prompt", type=int, default=200, help="prompt length before them")
-    parser.add_argument("--device", help="cuda, cuda:1, cpu; the GPU if there is one")
-    parser.add_argument("--threads", type=int, help="threads of torch on the host")
-    parser.add_argument("--time-limit", type=float, default=0, help="seconds after which nothing new is started; 0 is none")
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
-    parser.add_argument("--show", type=Path, help="print the table of a JSON file and do nothing else")
+    add = parser.add_argument
+    add("--model", choices=[*SHAPES, DEMO], default="qwen3-30b-a3b", help="a shape (random weights) or the demo model")
+    add("--layers", type=int, help=f"decoder layers of a shape; all of them, at most {DEFAULT_LAYERS}, if not given")
+    add("--checkpoint", help="a folder or Hub name to load instead")
+    add("--arms", default=ARMS, help="in this order, but the resident one first")
+    add("--prefetch-from", choices=["host", "device"], default="host", help="where prefetch-3 finds the experts")
+    add("--cap", type=functools.partial(_size, parser), help="device memory that arms with a budget may not exceed, as 24GiB")
+    add("--lengths", type=numbers, default="32,200,2048,8192,32768", help="prompt lengths, in tokens")
+    add("--side-lengths", type=numbers, default="200,8192", help="those that arms beside resident and prefetch-3 get")
+    add("--share-lengths", type=numbers, default="2048", help="those that arms with a share get")
+    add("--slow-lengths", type=numbers, default="200,8192", help="those that slow arms (accelerate) get")
+    add("--equal-lengths", type=numbers, default="200,2048,8192", help="those compared at every module")
+    add("--repeats", type=int, default=5, help="timed passes of a length")
+    add("--side-repeats", type=int, default=5, help="the same for those other arms")
+    add("--slow-repeats", type=int, default=3, help="the same for slow arms")
+    add("--warmups", type=int, default=2, help="passes before those; slow arms get one")
+    add("--decode-tokens", type=int, default=8, help="timed tokens; 0 leaves decode out")
+    add("--side-decode-tokens", type=int, default=3, help="the same for those other arms")
+    add("--slow-decode-tokens", type=int, default=3, help="the same for slow arms")
+    add("--decode-prompt", type=int, default=200, help="prompt length before them")
+    add("--recall-prompts", type=int, default=20, help="prompts of the recall task, with the demo model")
+    add("--device", help="cuda, cuda:1, cpu; the GPU if there is one")
+    add("--threads", type=int, help="threads of torch on the host")
+    add("--time-limit", type=float, default=0, help="seconds after which nothing new is started; 0 is none")
+    add("--out", type=Path, help="the JSON file to write")
+    add("--show", type=Path, help="print the table of a JSON file and do nothing else")
     options = parser.parse_args(arguments)
     try:
         options.arms = check_names([name.strip() for name in options.arms.split(",") if name.strip()])
     except ValueError as error:
         parser.error(str(error))
-    if min(options.repeats, options.slow_repeats) < 1:
-        parser.error("--repeats and --slow-repeats must be at least 1")
+    if min(options.repeats, options.side_repeats, options.slow_repeats) < 1:
+        parser.error("--repeats, --side-repeats and --slow-repeats must be at least 1")
+    if options.model == DEMO:
+        options.checkpoint = options.checkpoint or demo_model_path()
     if options.checkpoint and options.layers:
         parser.error("--layers cuts a random model; a checkpoint has the layers it has")
+    if options.cap and not any(way.budget for way in map(Way.named, options.arms) if way):
+        parser.error("--cap is for arms with a budget, such as prefetch-3@20GiB")
     options.equal_lengths = [length for length in options.equal_lengths if length in options.lengths]
     options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if options.device.type == "cuda" and options.device.index is None:
@@ -88,6 +107,13 @@ def _numbers(parser: argparse.ArgumentParser, text: str) -> list[int]:
     return numbers
 
 
+def _size(parser: argparse.ArgumentParser, text: str) -> int | None:
+    try:
+        return PrefetchConfig(gpu_memory=text).device_budget
+    except ValueError:
+        parser.error(f"{text!r} is no size such as 24GiB")
+
+
 def _command(arguments: Sequence[str]) -> str:
     """The command line without the paths of this machine."""
     shown = [Path(word).name if "/" in word else word for word in arguments]
@@ -102,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark; the table comes last, also after an interruption."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     if options.show is not None:
-        print(bench_report.table(bench_report.derive(json.loads(options.show.read_text()))))
+        print(bench_table.table(bench_report.derive(json.loads(options.show.read_text()))))
         return
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -112,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         if bench.results["model"]:
             bench.save()
-            print(bench_report.table(bench.results), flush=True)
+            print(bench_table.table(bench.results), flush=True)
         gc.unfreeze()
 
 

@@ -116,18 +116,22 @@ def _run(subject: Subject, call: Call) -> torch.Tensor:
         subject.model.set_experts_implementation(usual)
 
 
-def needed(subject: Subject, reference: Pass, *, decode: bool) -> dict[str, float]:
+def needed(subject: Subject, reference: Pass, *, decode: bool) -> dict[str, Any]:
     """What a pass cannot do without: the rows of the experts that it routes to. In a generation: per decoded token."""
     calls = reference.calls
     if decode:
         calls = tuple(call for call in calls if call.inputs[0].shape[0] == 1)
-    rows = bytes_of_rows = 0
-    banks = subject.bank_bytes
+    rows, banks = 0, subject.bank_bytes
+    bytes_of_rows = dict.fromkeys(banks, 0)
     for call in calls:
         ids = next((tensor for tensor in call.inputs if not tensor.is_floating_point()), None)
         if ids is not None:
-            distinct = len(set(ids.flatten().tolist()))
+            distinct = int(torch.bincount(ids.flatten()).count_nonzero())
             rows += distinct
-            bytes_of_rows += distinct * banks[call.name] // subject.num_experts
+            bytes_of_rows[call.name] += distinct * banks[call.name] // subject.num_experts
     steps = len(calls) / len(banks) if decode else 1
-    return {"distinct_rows": rows / steps, "rows_bytes": bytes_of_rows / steps}
+    return {
+        "distinct_rows": rows / steps,
+        "rows_bytes": sum(bytes_of_rows.values()) / steps,
+        "rows_bytes_of_banks": [nbytes / steps for nbytes in bytes_of_rows.values()],
+    }

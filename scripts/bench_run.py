@@ -17,12 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 import bench_report
-from bench_arms import Arm, PinnedBlock, make_arm
+from bench_arm import Arm
+from bench_arms import make_arm
 from bench_exact import Pass, equality, needed, record
+from bench_host import PinnedBlock
 from bench_models import Subject, build, describe_machine, describe_settings
+from bench_passes import Passes, timed
+from bench_recall import Recall
+from bench_shapes import DEMO
+from bench_table import equality_word
 
 __all__ = ["Bench"]
 
@@ -31,19 +36,6 @@ DECODE = "decode"
 COMPARED_TOKENS = 3
 
 Json = dict[str, Any]
-
-
-class Clock(StoppingCriteria):
-    """Notes when each token of a generation is there. Never stops it."""
-
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self.stamps: list[float] = []
-        self._synchronize = synchronize
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self._synchronize()
-        self.stamps.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class Bench:
@@ -55,6 +47,7 @@ class Bench:
         self.begin = time.perf_counter()
         self.references: dict[str, Pass] = {}
         self.tokens: list[int] | None = None
+        self.recall: Recall | None = None
         self.results: Json = {
             "schema": bench_report.SCHEMA,
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -68,7 +61,9 @@ class Bench:
             "arms": {},
             "checks": [],
         }
-        self.subject: Subject  # made by `build`
+        # Made by `build`.
+        self.subject: Subject
+        self.passes: Passes
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -83,16 +78,22 @@ class Bench:
             self.run_arm(name)
             self.save()
         self.measure_link("end")
+        # Machines whose memory grows as it is used tell how much they have only now.
+        self.results["machine"] |= describe_machine(self.device)
 
     def build(self) -> None:
         """Make the model and describe it."""
         options = self.options
-        seconds, self.subject = self.timed(lambda: build(options.model, options.layers, options.checkpoint, self.device))
-        self.subject.tidy()
+        make = functools.partial(build, options.model, options.layers, options.checkpoint, self.device)
+        seconds, self.subject = timed(self.device, make)
+        self.passes = Passes(self.subject)
+        if "resident" in options.arms:
+            self.subject.home = self.device
+        self.subject.place_experts(self.subject.home)
         banks = self.subject.bank_bytes
         config = self.subject.model.config
         self.results["model"] = {
-            "name": Path(options.checkpoint).name if options.checkpoint else options.model,
+            "name": Path(options.checkpoint).name if options.checkpoint and options.model != DEMO else options.model,
             "class": type(self.subject.model).__name__,
             "random_weights": options.checkpoint is None,
             "layers": config.num_hidden_layers,
@@ -109,6 +110,8 @@ class Bench:
             "checksum": self.subject.checksum(),
         }
         self.results["settings"] = describe_settings(self.subject, options)
+        if options.model == DEMO and options.recall_prompts:
+            self.recall = Recall(options.recall_prompts)
         # Everything that is there now stays: collections of what the arms leave need not look at it again.
         gc.freeze()
         kind = self.results["model"]["class"]
@@ -121,7 +124,7 @@ class Bench:
         try:
             target = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             copy = functools.partial(target.copy_, block.bytes, non_blocking=True)
-            times = [self.timed(copy)[0] for _ in range(13)][3:]
+            times = [timed(self.device, copy)[0] for _ in range(13)][3:]
         finally:
             block.release()
         self.results["link"] |= {"bytes": nbytes, when: times}
@@ -129,13 +132,21 @@ class Bench:
 
     def run_arm(self, name: str) -> None:
         """Measure one arm, compare it, and leave the model as it was, whatever happens on the way."""
-        arm, begin = make_arm(name, self.subject), time.perf_counter()
+        arm, begin = make_arm(name, self.subject, self.options), time.perf_counter()
+        missing = arm.missing()
+        if missing is not None:
+            self.results["arms"][name] = new_arm("not installed", missing)
+            self.say(f"{name}: {missing}")
+            return
         result = self.results["arms"][name] = new_arm("running") | {"looks_ahead": arm.looks_ahead}
         self.say(f"{name}: enter")
         try:
             with arm:
                 result["enter"] = arm.entered
                 self.measure(arm, result)
+                if self.recall is not None and arm.decodes:
+                    result["recall"] = self.recall.score(self.subject.model)
+                arm.relax()
                 self.compare(arm, result)
                 result["report"] = arm.report()
             result["weights_unchanged"] = self.subject.checksum() == self.results["model"]["checksum"]
@@ -157,15 +168,19 @@ class Bench:
     # -- times and memory -------------------------------------------------------------------------------------------
 
     def measure(self, arm: Arm, result: Json) -> None:
-        """Time prefills of all lengths, and decode."""
+        """Time prefills and decode, as much of them as an arm of this rank gets."""
         options = self.options
-        lengths = [n for n in options.slow_lengths if n in options.lengths] if arm.slow else options.lengths
-        for length in lengths:
-            repeats, warmups = (options.slow_repeats, 1) if arm.slow else (options.repeats, options.warmups)
-            prefill = functools.partial(self.prefill, self.prompt(length))
+        side = (options.side_repeats, options.warmups, options.side_decode_tokens)
+        lengths, (repeats, warmups, tokens) = {
+            "main": (options.lengths, (options.repeats, options.warmups, options.decode_tokens)),
+            "share": (options.share_lengths, side),
+            "side": (options.side_lengths, side),
+            "slow": (options.slow_lengths, (options.slow_repeats, 1, options.slow_decode_tokens)),
+        }[arm.rank]
+        for length in filter(options.lengths.__contains__, lengths):
+            prefill = functools.partial(self.passes.prefill, self.passes.prompt(length))
             self.point(arm, result, str(length), length, functools.partial(self.time_prefill, prefill, repeats, warmups))
-        tokens = options.slow_decode_tokens if arm.slow else options.decode_tokens
-        if tokens:
+        if tokens and arm.decodes:
             time_decode = functools.partial(self.time_decode, result, tokens)
             self.point(arm, result, DECODE, options.decode_prompt, time_decode)
 
@@ -194,14 +209,15 @@ class Bench:
         for _ in range(warmups):
             prefill()
         before = self.before(arm)
-        seconds = [self.timed(prefill)[0] for _ in range(repeats)]
+        seconds = [timed(self.device, prefill)[0] for _ in range(repeats)]
         return {"seconds": seconds} | self.cost(arm, before, repeats)
 
     def time_decode(self, result: Json, tokens: int, arm: Arm) -> Json:
         """Times between tokens of a generation, as `generate` gives them."""
-        self.generate(self.prompt(self.options.decode_prompt), 2)
+        prompt = self.passes.prompt(self.options.decode_prompt)
+        self.passes.generate(prompt, 2)
         before = self.before(arm)
-        ids, stamps = self.generate(self.prompt(self.options.decode_prompt), tokens + 1)
+        ids, stamps = self.passes.generate(prompt, tokens + 1)
         seconds = [end - begin for begin, end in itertools.pairwise(stamps)]
         if arm.name == "resident":
             self.tokens = ids
@@ -211,7 +227,7 @@ class Bench:
         cost = self.cost(arm, before, 1)
         if cost["moved_bytes"] is not None and arm.name != "resident":
             # The prefill of that generation moved the banks once, or less; what is left is the tokens'.
-            prefill = self.results["model"]["bank_bytes"]
+            prefill = bench_report.host_bank_bytes(self.results, arm.name)
             cost["moved_bytes"] = max(cost["moved_bytes"] - prefill, 0) // tokens
         return {"seconds": seconds} | cost
 
@@ -237,60 +253,19 @@ class Bench:
         # Of one pass; of the whole generation where decode is timed.
         return cost | {"counters": {name: value / repeats for name, value in grown.items() if value}}
 
-    def timed(self, action: Callable[[], Any]) -> tuple[float, Any]:
-        """Seconds by the host's clock, the device synchronised at both ends, and the result."""
-        self.synchronize()
-        begin = time.perf_counter()
-        value = action()
-        self.synchronize()
-        return time.perf_counter() - begin, value
-
-    def synchronize(self) -> None:
-        """Wait for everything that was given to the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    # -- what is run ------------------------------------------------------------------------------------------------
-
-    def prompt(self, length: int) -> torch.Tensor:
-        """The same random tokens for the same length, whichever arm asks."""
-        generator = torch.Generator().manual_seed(length)
-        return torch.randint(0, self.results["model"]["vocab_size"], (1, length), generator=generator).to(self.device)
-
-    @torch.no_grad()
-    def prefill(self, ids: torch.Tensor) -> torch.Tensor:
-        """One forward over a prompt with a new cache. No mask is passed, so attention needs no memory for one."""
-        logits: torch.Tensor = self.subject.model(input_ids=ids, use_cache=True, logits_to_keep=1).logits
-        return logits[:, -1].clone()
-
-    @torch.no_grad()
-    def generate(self, ids: torch.Tensor, tokens: int) -> tuple[list[int], list[float]]:
-        """Greedy tokens, and when each of them was there."""
-        clock = Clock(self.synchronize)
-        output = self.subject.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-            pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([clock]),
-        )
-        return output[0, ids.shape[1] :].tolist(), clock.stamps
-
     # -- exactness --------------------------------------------------------------------------------------------------
 
     def compare(self, arm: Arm, result: Json) -> None:
         """Run every compared length once more and hold it against the resident arm; the resident arm against itself."""
         options = self.options
-        lengths = [n for n in options.equal_lengths if not arm.slow or n in options.slow_lengths]
         works: dict[str, Callable[[], torch.Tensor]] = {
-            str(n): functools.partial(self.prefill, self.prompt(n))
-            for n in lengths
+            str(n): functools.partial(self.passes.prefill, self.passes.prompt(n))
+            for n in options.equal_lengths
             if result["points"].get(str(n), {}).get("seconds")
         }
         if result["points"].get(DECODE, {}).get("seconds"):
-            works[DECODE] = self.generated_logits
+            prompt = self.passes.prompt(options.decode_prompt)
+            works[DECODE] = functools.partial(self.passes.generated_logits, prompt, COMPARED_TOKENS)
         for key, work in works.items():
             if self.out_of_time():
                 return
@@ -300,27 +275,11 @@ class Bench:
                     self.results["needed"][key] = needed(self.subject, self.references[key], decode=key == DECODE)
                 if key in self.references:
                     result["equality"][key] = equality(self.subject, self.references[key], record(self.subject, work))
-                    self.say(f"{arm.name}: {key}: equal: {bench_report.equality_word(result['equality'][key])}")
+                    self.say(f"{arm.name}: {key}: equal: {equality_word(result['equality'][key])}")
             except Exception as error:  # noqa: BLE001 - as above
                 result["equality"][key] = {"error": one_line(error)}
                 self.say(f"{arm.name}: {key}: comparison: {one_line(error)}")
             self.subject.tidy()
-
-    @torch.no_grad()
-    def generated_logits(self) -> torch.Tensor:
-        """Logits of each step of a short generation."""
-        ids = self.prompt(self.options.decode_prompt)
-        output = self.subject.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=COMPARED_TOKENS,
-            min_new_tokens=COMPARED_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        return torch.stack(output.logits)
 
     # -- output -----------------------------------------------------------------------------------------------------
 

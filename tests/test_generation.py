@@ -6,7 +6,7 @@ On and off are compared on the same device and on the same model object, so ever
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,7 @@ from models import (
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
-NEW_TOKENS = 6
+NEW_TOKENS = 5
 # Above the gate on its own, so that its prefill looks ahead.
 LONG = 20
 
@@ -315,7 +315,7 @@ def test_cache_is_kept_while_prefetching_comes_and_goes(model_of: Build, device:
                     text, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True, **cache
                 )
             outcomes.append(Outcome(output.sequences, tuple(output.logits)))
-            name = "cache" if "cache" in output else "past_key_values"  # renamed in transformers 5.20
+            name = "cache" if "cache" in output else "past_key_values"  # the name changed within transformers 5
             text, cache = output.sequences, {name: output[name]}
         return outcomes
 
@@ -401,11 +401,10 @@ def grad_modes() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     return {"inference": torch.inference_mode, "no grad": torch.no_grad, "grad": nullcontext}
 
 
-@pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("second", grad_modes())
 @pytest.mark.parametrize("first", grad_modes())
 @both_families
-def test_grad_modes_in_turn(model_of: Build, device: torch.device, family: str, first: str, second: str, slots: int) -> None:
+def test_grad_modes_in_turn(model_of: Build, device: torch.device, family: str, first: str, second: str) -> None:
     """The very first call, which allocates the slots, in one grad mode and later ones in another."""
     model, ids, modes = model_of(family), prompt(LONG, device=device), grad_modes()
 
@@ -416,7 +415,7 @@ def test_grad_modes_in_turn(model_of: Build, device: torch.device, family: str, 
     sequence = (first, second, second, first)
     expected = [run(mode) for mode in sequence]
     before = Snapshot.of(model)
-    with prefetching(model, slots, device) as report:
+    with prefetching(model, 3, device) as report:
         for mode, outcomes in zip(sequence, expected, strict=True):
             for mine, theirs in zip(run(mode), outcomes, strict=True):
                 mine.assert_equal(theirs)
@@ -441,6 +440,26 @@ def test_enabled_and_disabled_under_inference_mode(device: torch.device, family:
     forward(model, ids).assert_equal(expected)
     assert not any(parameter.is_inference() for parameter in model.parameters())
     model(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for module in experts_of(model).values() for parameter in module.parameters())
+
+
+@pytest.mark.gpu
+@both_families
+def test_model_on_the_host_enabled_under_inference_mode(device: torch.device, family: str) -> None:
+    """The same where enabling moves the whole model to the accelerator and disabling moves it back: it trains on the CPU."""
+    model, ids = build(family), prompt(LONG, device=device)
+    expected = forward(build(family).to(device), ids)
+    before = Snapshot.of(model)
+    with torch.inference_mode():
+        enable_expert_prefetch(model, slots=3, device=device)
+    for mode in (nullcontext, torch.inference_mode, torch.no_grad):
+        with mode():
+            forward(model, ids).assert_equal(expected)
+    with torch.inference_mode():
+        disable_expert_prefetch(model)
+    before.assert_restored(model)
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+    model(ids.cpu(), labels=ids.cpu()).loss.backward()
     assert all(parameter.grad is not None for module in experts_of(model).values() for parameter in module.parameters())
 
 
@@ -494,7 +513,7 @@ def whole_parameter_experts(
 
 
 @pytest.fixture
-def whole_parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def whole_parameters(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of an experts implementation that hands whole Parameters to operators which autocast casts."""
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "whole_parameters", whole_parameter_experts)
     return "whole_parameters"

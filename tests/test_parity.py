@@ -129,6 +129,30 @@ def test_forward_with_grad_enabled_is_exact(model_of: Build, device: torch.devic
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_everything_a_forward_returns_is_exact(model_of: Build, device: torch.device, family: str) -> None:
+    """Losses, hidden states and router logits, which transformers collects through hooks of its own, are the same."""
+    model, ids = model_of(family), prompt(19, batch=2, device=device)
+    options = {"labels": ids, "output_hidden_states": True, "use_cache": False}
+    if hasattr(model.config, "output_router_logits"):
+        options["output_router_logits"] = True
+
+    def run() -> dict[str, tuple[torch.Tensor, ...]]:
+        with torch.no_grad():
+            output = model(ids, **options)
+        return {name: value if isinstance(value, tuple) else (value,) for name, value in output.items()}
+
+    expected = run()
+    assert {"loss", "logits", "hidden_states"} <= expected.keys()
+    with prefetching(model, 3, device) as report:
+        actual = run()
+        assert report().lookahead_hits > 0
+    assert actual.keys() == expected.keys()
+    for name, values in expected.items():
+        assert len(actual[name]) == len(values)
+        assert all(map(torch.equal, actual[name], values)), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_train_mode_under_no_grad_is_exact(model_of: Build, device: torch.device, family: str) -> None:
     """A model in train mode gives the same bits, stays in that mode, and is in it afterwards."""
     model = model_of(family).train()

@@ -79,12 +79,12 @@ class HostStore:
             # A download is fastest into locked pages, and locking is fastest on pages that are there.
             arena.touch()
             self._pin(arena, device)
-        with torch.no_grad():
-            for name, parameter in bank.parameters.items():
-                views[name].copy_(parameter)
-        self._pin(arena, device)
+        # Each Parameter's old memory is free before the next one is copied: a bank never exists twice as a whole.
         for name, parameter in bank.parameters.items():
+            with torch.no_grad():
+                views[name].copy_(parameter)
             parameter.data = views[name]
+        self._pin(arena, device)
 
     def _pin(self, arena: Arena, device: StreamDevice) -> None:
         # What the system refused once it will refuse again: asking for each bank would only repeat the message.
