@@ -6,10 +6,10 @@ import logging
 import os
 import warnings
 import weakref
-from contextlib import ExitStack
 from typing import TypeVar
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .config import DEFAULT_SLOTS, PrefetchConfig
 from .discovery import Discovery, find_banks
@@ -21,6 +21,7 @@ from .memory.store import HostStore
 from .placement import Placement, TakenHooks
 from .progress import byte_progress
 from .scheduling.scheduler import PrefetchScheduler
+from .undo import Undo
 
 __all__ = ["disable_expert_prefetch", "enable_expert_prefetch"]
 
@@ -81,13 +82,13 @@ def enable_expert_prefetch(
     homes = choose_homes(model, found.banks, device, config)
     _refuse_foreign_hooks(model, homes)
     disable_expert_prefetch(model)
-    undo = ExitStack()
+    undo = Undo()
     try:
         scheduler = _install(model, config, homes, undo)
         _say(scheduler, found, homes)
         return model
     except BaseException:
-        undo.close()
+        undo.run()
         raise
 
 
@@ -102,44 +103,45 @@ def disable_expert_prefetch(model: Model) -> Model:
     _check_model(model)
     for scheduler, undo in _enabled(model):
         with scheduler.lock:
-            undo.close()
+            undo.run()
     return model
 
 
-def _enabled(model: nn.Module) -> list[tuple[PrefetchScheduler, ExitStack]]:
+def _enabled(model: nn.Module) -> list[tuple[PrefetchScheduler, Undo]]:
     """What is enabled on a model or on parts of it, and how to undo it."""
     found = []
     for module in model.modules():
         scheduler, undo = module.__dict__.get("expert_prefetch"), module.__dict__.get(_UNDO)
-        if isinstance(scheduler, PrefetchScheduler) and isinstance(undo, ExitStack):
+        if isinstance(scheduler, PrefetchScheduler) and isinstance(undo, Undo):
             found.append((scheduler, undo))
     return found
 
 
-def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: ExitStack) -> PrefetchScheduler:
+def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo) -> PrefetchScheduler:
     """Enable a model.
 
-    Each step is announced to `undo` before it is taken, so an error or an interrupt in the middle of any of them leaves
-    nothing behind. `undo` refers to the model, so it is kept by the model and not by the scheduler, which must not keep
-    its model alive.
+    The way back from each step is added to `undo` before the step is taken, so an error or an interrupt in the middle of
+    any of them leaves nothing behind. `undo` refers to the model, so it is kept by the model and not by the scheduler,
+    which must not keep its model alive.
     """
+    undo.add(_forget, model)  # the last step: until then disabling can be called again
     banks, store = tuple(homes.host), HostStore()
     replaced = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.modules}
     placement = Placement(model, stay={id(parameter) for bank in banks for parameter in bank.parameters.values()})
-    undo.callback(placement.restore)
+    undo.add(placement.restore)
     for bank, home in homes.resident.items():
         for module in bank.modules:
-            undo.callback(replaced[module].give_back)
+            undo.add(replaced[module].give_back)
             replaced[module].take()
         bank.rebind()
         placement.send(bank.parameters.values(), home.device)
     with byte_progress(sum(bank.nbytes for bank in banks), "experts to host memory", config.progress) as bar:
         for bank in banks:
             for module in bank.modules:
-                undo.callback(replaced[module].give_back)
+                undo.add(replaced[module].give_back)
                 replaced[module].take()
             bank.rebind()
-            undo.callback(store.give_back, bank)
+            undo.add(store.give_back, bank)
             store.adopt(bank, homes.host[bank])
             for module in bank.modules:
                 replaced[module].share(bank)
@@ -149,20 +151,30 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: ExitS
     for home in homes.devices:
         home.trim()
     scheduler = PrefetchScheduler(config, store, homes.host, resident=len(homes.resident))
-    undo.callback(scheduler.stop)
+    undo.add(scheduler.stop)
     for bank, home in homes.host.items():
         for module in bank.modules:
-            undo.callback(detach, module)
+            undo.add(detach, module)
             attach(module, ExpertPrefetchHook(scheduler, bank, home.device, replaced[module].hook))
-    undo.callback(announce(scheduler, min((*banks, *homes.resident), key=lambda bank: bank.index)))
-    undo.callback(unguard, weakref.WeakSet(model.modules()))
+    handles: list[RemovableHandle] = []
+    undo.add(_remove, handles)
+    announce(scheduler, min((*banks, *homes.resident), key=lambda bank: bank.index), handles)
+    undo.add(unguard, weakref.WeakSet(model.modules()))
     guard(model, scheduler, {bank: home.device for bank, home in homes.host.items()})
     scheduler.finalizer = weakref.finalize(model, _end, scheduler, weakref.ref(model), os.getpid())
-    undo.callback(scheduler.finalizer.detach)
-    for name, value in (("expert_prefetch", scheduler), (_UNDO, undo)):
-        undo.callback(model.__dict__.pop, name, None)
-        model.__dict__[name] = value
+    undo.add(scheduler.finalizer.detach)
+    model.__dict__.update({"expert_prefetch": scheduler, _UNDO: undo})
     return scheduler
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _forget(model: nn.Module) -> None:
+    for name in ("expert_prefetch", _UNDO):
+        model.__dict__.pop(name, None)
 
 
 def _end(scheduler: PrefetchScheduler, model: weakref.ref[nn.Module], owner: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,9 @@ from torch import nn
 
 from .layout import BankLayout, is_dense
 
-__all__ = ["Discovery", "ExpertBank", "Refusal", "find_banks"]
+__all__ = ["Discovery", "ExpertBank", "Refusal", "find_banks", "reads_only_routed_rows"]
+
+_SPARSE = ("eager", "batched_mm", "grouped_mm")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +61,11 @@ class ExpertBank:
         for module in self.modules:
             module._parameters.update(self.parameters)
 
-    def routed_ids(self, args: tuple[object, ...], kwargs: dict[str, object]) -> int | None:
-        """How many expert ids a call routes (tokens x top-k), or None where the call does not show it."""
+    def ids(self, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor | None:
+        """The expert ids of a call (tokens x top-k), or None where the call does not show them."""
         name, position = self.ids_argument
         ids = args[position] if len(args) > position else kwargs.get(name)
-        if isinstance(ids, torch.Tensor) and not ids.is_floating_point():
-            return ids.numel()
-        return None
+        return ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,17 @@ def find_banks(model: nn.Module) -> Discovery:
     if not banks:
         raise ValueError(_nothing_found(model, refusals))
     return Discovery(banks, tuple(refusals))
+
+
+def reads_only_routed_rows(module: nn.Module, forward: Callable[..., object]) -> bool:
+    """Whether a call of `forward`, the module's own, looks at no other experts than those whose ids it is given.
+
+    transformers' implementations of a decorated experts class do, and which one runs is looked up at each call. Of others,
+    a kernel that was put in its place for example, nothing is known.
+    """
+    own = getattr(forward, "__func__", None) is type(module).forward
+    decorated = hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+    return own and decorated and getattr(getattr(module, "config", None), "_experts_implementation", None) in _SPARSE
 
 
 def _bank(index: int, holders: list[tuple[str, nn.Module]]) -> ExpertBank:

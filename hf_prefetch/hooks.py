@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from accelerate.utils import send_to_device
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from .discovery import ExpertBank
+from .discovery import ExpertBank, reads_only_routed_rows
 from .scheduling.scheduler import PrefetchScheduler
 
-__all__ = ["ExpertPrefetchHook", "announce", "attach", "detach", "flatten", "hook_of", "put_on"]
+__all__ = ["ExpertPrefetchHook", "all_or_nothing", "announce", "attach", "detach", "flatten", "hook_of", "put_on"]
 
 # Set on a wrapped forward: what it wraps, and for whom.
 _ORIGINAL = "_hf_prefetch_original"
@@ -64,7 +66,10 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
             self._check_weights(module)
             try:
                 try:
-                    module._parameters.update(self.scheduler.acquire(self.bank, self.bank.routed_ids(args, kwargs)))
+                    ids = self.bank.ids(args, kwargs)
+                    rows = ids if reads_only_routed_rows(module, forward) else None
+                    count = None if ids is None else ids.numel()
+                    module._parameters.update(self.scheduler.acquire(self.bank, count, rows))
                     return self._forward(forward, args, kwargs)
                 finally:
                     self._restore(module)
@@ -143,25 +148,20 @@ def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def announce(scheduler: PrefetchScheduler, first: ExpertBank) -> Callable[[], None]:
+def announce(scheduler: PrefetchScheduler, first: ExpertBank, handles: list[RemovableHandle]) -> None:
     """Tell the scheduler when a pass begins, if its first layer keeps its experts on the device and so has no hook.
 
-    Host-resident layers behind it are then on their way before they are reached. Returns what undoes it.
+    Host-resident layers behind it are then on their way before they are reached. What undoes it is put into `handles`.
     """
     if not scheduler.banks or first in scheduler.banks:
-        return lambda: None
+        return
 
     def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with scheduler.lock:
-            scheduler.begin_pass(first.routed_ids(args, kwargs))
+            ids = first.ids(args, kwargs)
+            scheduler.begin_pass(None if ids is None else ids.numel())
 
-    handles = [module.register_forward_pre_hook(_opaque(begins), with_kwargs=True) for module in first.modules]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    handles.extend(module.register_forward_pre_hook(_opaque(begins), with_kwargs=True) for module in first.modules)
 
 
 def attach(module: nn.Module, hook: ExpertPrefetchHook) -> None:
@@ -175,9 +175,16 @@ def attach(module: nn.Module, hook: ExpertPrefetchHook) -> None:
             f"The experts in {hook.bank.name} are already prefetched through another object that holds the same modules. "
             "Call disable_expert_prefetch on that one first."
         )
+    with all_or_nothing(module):
+        put_on(module, [hook])
+
+
+@contextmanager
+def all_or_nothing(module: nn.Module) -> Iterator[None]:
+    """Leave a module's hooks as they are if there is an error or an interrupt while they are changed."""
     before = {name: module.__dict__[name] for name in _ACCELERATE if name in module.__dict__}
     try:
-        put_on(module, [hook])
+        yield
     except BaseException:
         for name in _ACCELERATE:
             module.__dict__.pop(name, None)
@@ -199,11 +206,12 @@ def detach(module: nn.Module) -> None:
     if hook_of(module) is None:
         return
     others = [hook for hook in flatten(module.__dict__.get("_hf_hook")) if not isinstance(hook, ExpertPrefetchHook)]
-    remove_hook_from_module(module)
-    module.forward = getattr(module.forward, _ORIGINAL, module.forward)
-    if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
-        del module.forward
-    put_on(module, others)
+    with all_or_nothing(module):
+        remove_hook_from_module(module)
+        module.forward = getattr(module.forward, _ORIGINAL, module.forward)
+        if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
+            del module.forward
+        put_on(module, others)
 
 
 def put_on(module: nn.Module, hooks: Iterable[ModelHook]) -> None:

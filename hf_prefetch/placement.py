@@ -15,7 +15,7 @@ from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from torch import nn
 
 from .discovery import ExpertBank
-from .hooks import flatten, hook_of, put_on
+from .hooks import all_or_nothing, flatten, hook_of, put_on
 from .memory.store import send_parameter
 
 __all__ = ["Placement", "TakenHooks", "is_dispatched", "offload_device"]
@@ -51,14 +51,15 @@ class Placement:
     def restore(self) -> None:
         """Move back what `move` has moved. Idempotent."""
         while self._parameters:
-            send_parameter(self._parameters.pop(), torch.device("cpu"))
+            send_parameter(self._parameters[-1], torch.device("cpu"))
+            self._parameters.pop()
         while self._buffers:
-            module, name = self._buffers.pop()
+            module, name = self._buffers[-1]
             buffer = module._buffers.get(name)
             if buffer is not None:
                 with torch.inference_mode(False):
                     module._buffers[name] = buffer.to("cpu")
-
+            self._buffers.pop()
 
 
 def is_dispatched(model: nn.Module) -> bool:
@@ -126,11 +127,13 @@ class TakenHooks:
         present = flatten(self.module.__dict__.get("_hf_hook"))
         if self.hook is None or any(map(_offloads, present)):
             return
-        remove_hook_from_module(self.module)
         if all(hook in present for hook in self._left_on):
-            put_on(self.module, [self.hook, *(hook for hook in present if hook not in self._others)])
+            back = [self.hook, *(hook for hook in present if hook not in self._others)]
         else:
-            put_on(self.module, [*filter(_offloads, flatten(self.hook)), *present])
+            back = [*filter(_offloads, flatten(self.hook)), *present]
+        with all_or_nothing(self.module):
+            remove_hook_from_module(self.module)
+            put_on(self.module, back)
 
 
 def _replace(weights: object, name: str, value: torch.Tensor) -> None:

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import logging as hub_logging
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
 from .demo import demo_model_path
 
 __all__ = ["DEMO", "load_model", "load_tokenizer"]
@@ -36,25 +40,23 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _load(name: str, load: Callable[[str], Loaded]) -> Loaded:
-    _say_less()
-    if name == DEMO:
-        return load(demo_model_path())
-    path = Path(name).expanduser()
+    path = Path(demo_model_path() if name == DEMO else name).expanduser()
     if path.exists():
         if not (path / "config.json").is_file():
             what = "a folder without config.json" if path.is_dir() else "a file"
             raise FileNotFoundError(f"{name} is {what}; give the folder that holds a checkpoint")
+        _say_less()
         return load(str(path))
     try:
+        validate_repo_id(name)
+        _say_less()
         return load(name)
     except (OSError, ValueError) as error:
         _explain(name, error)
 
 
 def _explain(name: str, error: Exception) -> NoReturn:
-    """Say of a name that is no folder here what became of it on the Hub; what is already clear passes through."""
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-
+    """Say of a name that is no folder here what became of it on the Hub; what is clear already passes through."""
     reasons = _chain(error)
     if any(isinstance(reason, GatedRepoError) for reason in reasons):
         raise error
@@ -78,7 +80,6 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 def _say_less() -> None:
     """What transformers and the Hub's client have to say while loading goes to a terminal or nowhere."""
-    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]

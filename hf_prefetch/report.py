@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from .device.rows import RowCounter
 from .streams import StreamDevice
 
 __all__ = ["Counters", "Report"]
@@ -25,8 +26,11 @@ class Report:
         devices: what they compute on.
         calls: calls of experts modules.
         lookahead_calls: those big enough for whole banks to be copied ahead.
+        routed_calls: those small enough for only the experts in use to be copied.
         lookahead_hits: calls whose bank had been sent before it was asked for.
-        copies: banks sent to the device, and `bytes_to_device` their bytes.
+        copies: whole banks sent to the device.
+        routed_rows: single experts sent to the device.
+        bytes_to_device: the bytes of both.
         unused_copies: banks that were sent ahead and never asked for.
         stall_seconds: time that the device stood still, waiting for experts.
         fallbacks: failures after which a slower way was taken. Choices between ways don't count.
@@ -41,9 +45,11 @@ class Report:
     devices: tuple[str, ...]
     calls: int
     lookahead_calls: int
+    routed_calls: int
     lookahead_hits: int
     copies: int
     unused_copies: int
+    routed_rows: int
     bytes_to_device: int
     stall_seconds: float
     fallbacks: int
@@ -54,17 +60,18 @@ class Report:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What the table shows: name, value, and what it means."""
-        plain = self.calls - self.lookahead_calls
+        plain = self.calls - self.lookahead_calls - self.routed_calls
         of_calls = f"of {self.lookahead_calls:,} calls of many tokens (prefill)"
         pinned = f"{self.pinned_bytes / self.host_bytes:.0%} of it page-locked" if self.host_bytes else "nothing held"
-        copies = f"in {self.copies:,} copies, {self.unused_copies:,} of them unused"
+        copies = f"{self.copies:,} whole banks ({self.unused_copies:,} unused) and single experts"
         return [
             ("device", ", ".join(self.devices), "looks ahead" if self.looks_ahead else "does not look ahead: plain copies"),
             ("expert banks", f"{self.banks:,}", f"in host memory, {self.resident_banks:,} more stay on the device"),
             ("slots", f"{self.slots}", f"{_size(self.device_bytes)} on the device"),
             ("host memory", _size(self.host_bytes), pinned),
             ("lookahead hits", f"{self.lookahead_hits:,}", of_calls),
-            ("plain calls", f"{plain:,}", "of few tokens (decode): their bank is copied when needed"),
+            ("routed calls", f"{self.routed_calls:,}", f"of few tokens (decode), which sent {self.routed_rows:,} experts"),
+            ("plain calls", f"{plain:,}", "whose whole bank was sent when it was needed"),
             ("sent to device", _size(self.bytes_to_device), copies),
             ("stall", f"{self.stall_seconds:.3f} s", "in which the device stood waiting for experts"),
             ("fallbacks", f"{self.fallbacks:,}", "failures answered by a slower way" if self.fallbacks else "nothing failed"),
@@ -94,6 +101,7 @@ class Counters:
 
     calls: int = 0
     lookahead_calls: int = 0
+    routed_calls: int = 0
     lookahead_hits: int = 0
     copies: int = 0
     bytes_to_device: int = 0
@@ -101,6 +109,7 @@ class Counters:
     _stalled: float = 0.0
     _sent_ahead: set[int] = field(default_factory=set)
     _unused: int = 0
+    _rows: dict[int, tuple[int, RowCounter]] = field(default_factory=dict)
     _marks: deque[tuple[StreamDevice, Any, Any]] = field(default_factory=deque)
 
     def zeroed(self) -> Counters:
@@ -122,10 +131,15 @@ class Counters:
             self.lookahead_hits += in_slot
             self._unused += not in_slot
 
-    def count_call(self, device: StreamDevice, begin: Any, end: Any, *, looked_ahead: bool) -> None:
-        """A call of an experts module; between the two marks its stream could only wait for experts."""
+    def rows_of(self, bank: int, row_nbytes: int) -> RowCounter:
+        """The counter of a bank's single rows, each of `row_nbytes` bytes."""
+        return self._rows.setdefault(bank, (row_nbytes, RowCounter()))[1]
+
+    def count_call(self, path: str, device: StreamDevice, begin: Any, end: Any) -> None:
+        """A call of an experts module took a path; between the two marks its stream could only wait for experts."""
         self.calls += 1
-        self.lookahead_calls += looked_ahead
+        self.lookahead_calls += path == "lookahead"
+        self.routed_calls += path == "routed"
         self._marks.append((device, begin, end))
         if len(self._marks) > _UNREAD_MARKS:
             self._read_marks()
@@ -142,13 +156,16 @@ class Counters:
     def report(self, **state: Any) -> Report:
         """The counters so far, and the state of the scheduler given by name, as one value."""
         self._read_marks()
+        rows = [(nbytes, counter.total()) for nbytes, counter in self._rows.values()]
         return Report(
             calls=self.calls,
             lookahead_calls=self.lookahead_calls,
+            routed_calls=self.routed_calls,
             lookahead_hits=self.lookahead_hits,
             copies=self.copies,
             unused_copies=self._unused,
-            bytes_to_device=self.bytes_to_device,
+            routed_rows=sum(count for _, count in rows),
+            bytes_to_device=self.bytes_to_device + sum(nbytes * count for nbytes, count in rows),
             stall_seconds=self._stalled,
             fallbacks=self.fallbacks,
             **state,

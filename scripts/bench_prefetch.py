@@ -58,7 +58,7 @@ class Prefetch(Arm):
         self.way = way
         self._starts_on_host = way.budget is not None or (way == Way(3) and start == "host")
         self._cap = cap if way.budget is not None else None
-        self.rank = "share" if way.share is not None else "main" if way.slots == 3 else "side"
+        self.rank = "share" if way.share is not None else "main" if way.slots == 3 or way.budget else "side"
 
     def enter(self) -> dict[str, Any]:
         subject, way = self.subject, self.way

@@ -28,7 +28,7 @@ def table(results: Json) -> str:
         ends = " and ".join(f"{link['bytes'] / statistics.median(link[w]) / 1e9:.1f}" for w in ("start", "end") if link.get(w))
         lines.append(
             f"pinned copies at {ends} GB/s (start, end): all banks {link['limit_seconds']:.4f} s, one "
-            f"{link['bank_seconds']:.4f} s; lim = max(resident, banks in host memory) + one"
+            f"{link['bank_seconds']:.4f} s; lim = max(resident, those on the host) + one"
         )
     lines += ["", _HEAD, "-" * len(_HEAD)]
     for name, arm in results["arms"].items():
@@ -52,7 +52,7 @@ def _verdict(checks: list[Json], seconds: float) -> list[str]:
     if missed:
         counts.append(f"{len(missed)} missed an aim")
     if None in verdicts:
-        counts.append(f"{verdicts.count(None)} mean nothing on the CPU stand-in")
+        counts.append(f"{verdicts.count(None)} mean nothing for a tiny model or on the CPU stand-in")
     lines = [f"{', '.join(counts)}; {seconds:.0f} s in all"]
     names = [name for name, _ in _by_name([*failed, *missed])]
     if names:

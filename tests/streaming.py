@@ -60,6 +60,18 @@ class Streaming:
         finally:
             self.scheduler.release(bank)
 
+    def use_rows(self, index: int, rows: list[int]) -> None:
+        """One small call that reads nothing but some experts."""
+        bank = self.banks[index]
+        try:
+            tensors = self.scheduler.acquire(bank, FEW, torch.tensor(rows))
+            kept = {name: tensor[row] for name, tensor in tensors.items() for row in rows}
+            self.launch(index, kept)  # type: ignore[arg-type]
+            for tensor in tensors.values():
+                self.device.poison(tensor)
+        finally:
+            self.scheduler.release(bank)
+
     def launch(self, index: int, tensors: dict[str, nn.Parameter]) -> None:
         """A kernel that reads a bank's tensors some time later."""
         self.uses += 1

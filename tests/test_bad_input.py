@@ -231,9 +231,10 @@ def test_progress_is_a_bool(progress: Any) -> None:
 def test_a_warning_that_is_made_an_error_undoes_everything() -> None:
     model, ids, device = build("mixtral"), prompt(GATE), FakeDevice(refuse_pinning=True)
     before, expected = Snapshot.of(model), logits(model, ids)
-    with warnings.catch_warnings(), pytest.raises(RuntimeWarning, match="page-locked"):
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        enabled_on(model, device)
+        with pytest.raises(RuntimeWarning, match="page-locked"):
+            enabled_on(model, device)
     before.assert_restored(model)
     assert torch.equal(logits(model, ids), expected)
 

@@ -17,12 +17,25 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "bench.py"
-ARMS = ["resident", "broken", "prefetch-2", "prefetch-3", "pinned-serial", "accelerate"]
+ARMS = [
+    "resident",
+    "broken",
+    "prefetch-3@0%",
+    "prefetch-3@50%",
+    "prefetch-3",
+    "prefetch-2@860KiB",
+    "pinned-serial",
+    "diffusers",
+    "accelerate",
+]
 OPTIONS = (
-    "--device cpu --model tiny --layers 4 --lengths 24,40 --slow-lengths 40 --equal-lengths 24,40 --decode-prompt 24 "
-    "--decode-tokens 2 --slow-decode-tokens 1 --repeats 2 --slow-repeats 1 --warmups 1 --threads 1"
+    "--device cpu --model tiny --layers 4 --lengths 24,40 --side-lengths 40 --share-lengths 40 --slow-lengths 40 "
+    "--equal-lengths 24,40 --decode-prompt 24 --decode-tokens 2 --side-decode-tokens 1 --slow-decode-tokens 1 --repeats 2 "
+    "--side-repeats 1 --slow-repeats 1 --warmups 1 --threads 1"
 )
 SMALL = OPTIONS.split()
+# Banks of an arm that are in host memory; all four where nothing is said.
+ON_HOST = {"prefetch-3@0%": 0, "prefetch-3@50%": 2, "prefetch-2@860KiB": 3}
 
 Json = dict[str, Any]
 
@@ -31,8 +44,10 @@ Json = dict[str, Any]
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Json, str]:
     """One run in a process of its own, through the command line: what it wrote and what it printed."""
     out = tmp_path_factory.mktemp("bench") / "sub" / "bench.json"
-    command = [sys.executable, str(SCRIPT), *SMALL, "--arms", ",".join(ARMS), "--out", str(out)]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, str(SCRIPT), *SMALL, "--arms", ",".join(ARMS), "--cap", "2MiB", "--out", str(out)]
+    (hidden := out.parent.parent / "hidden").mkdir()
+    (hidden / "diffusers.py").write_text("raise ImportError('hidden by a test')")
+    paths = [str(hidden), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -64,24 +79,21 @@ def test_everything_is_written(run: tuple[Json, str]) -> None:
 
 def test_every_arm_is_measured_and_equal(run: tuple[Json, str]) -> None:
     results, _ = run
-    for name in ARMS:
+    for name in set(ARMS) - {"broken", "diffusers"}:
         arm = results["arms"][name]
-        if name == "broken":
-            continue
         assert arm["status"] == "ok"
         assert arm["weights_unchanged"]
         assert arm["tokens_equal"]
-        keys = {"40", "decode"} if name == "accelerate" else {"24", "40", "decode"}
-        assert set(arm["points"]) == set(arm["equality"]) == keys
+        main = name in ("resident", "prefetch-3", "prefetch-2@860KiB")
+        assert set(arm["points"]) == set(arm["equality"]) == ({"24", "40", "decode"} if main else {"40", "decode"})
         for key, point in arm["points"].items():
             assert min(point["seconds"]) > 0
             assert point["min"] <= point["median"] <= point["max"]
-            repeats = {"accelerate": 1}.get(name, 2)
-            assert len(point["seconds"]) == repeats
+            assert len(point["seconds"]) == (2 if main else 1)
             if name != "resident":
                 assert point["ratio"] == pytest.approx(point["median"] / point["lim"])
                 if key != "decode":
-                    assert point["moved_bytes"] == results["model"]["bank_bytes"]
+                    assert point["moved_bytes"] == ON_HOST.get(name, 4) * results["model"]["largest_bank_bytes"]
         for equality in arm["equality"].values():
             assert equality["calls"] == equality["inputs_equal"] == equality["outputs_equal"] > 0
             assert equality["experts_equal"]
@@ -91,15 +103,28 @@ def test_every_arm_is_measured_and_equal(run: tuple[Json, str]) -> None:
 
 def test_the_packages_own_arms_are_checked(run: tuple[Json, str]) -> None:
     results, _ = run
-    for slots in (2, 3):
-        arm = results["arms"][f"prefetch-{slots}"]
-        assert arm["enter"]["slots"] == arm["report"]["slots"] == slots
-        assert arm["enter"]["gb_per_s"] > 0
-        assert arm["points"]["40"]["counters"]["lookahead_calls"] == 4
+    for name in ("prefetch-3@0%", "prefetch-3@50%", "prefetch-3", "prefetch-2@860KiB"):
+        arm, banks = results["arms"][name], ON_HOST.get(name, 4)
+        assert arm["enter"]["slots"] == arm["report"]["slots"] == int(name[9])
+        assert len(arm["enter"]["host_banks"]) == arm["report"]["banks"] == banks
+        assert arm["enter"]["host_bank_bytes"] == banks * results["model"]["largest_bank_bytes"]
+        assert arm["points"]["40"].get("counters", {}).get("lookahead_calls", 0) == banks
+        assert arm["points"]["40"]["needed_bytes"] == arm["enter"]["host_bank_bytes"]
     names = {check["name"] for check in results["checks"] if check["arm"] == "prefetch-3"}
     assert {"speed-up over accelerate", "time / pinned-serial", "enabling, GB/s", "every experts module equal"} <= names
+    assert "speed-up over accelerate" not in {
+        check["name"] for check in results["checks"] if check["arm"] in ("prefetch-3@50%", "prefetch-2@860KiB")
+    }
     timed = [check for check in results["checks"] if check["relation"] != "is"]
     assert all(check["pass"] is None for check in timed), "the stand-in's times mean nothing"
+
+
+def test_an_arm_that_is_not_installed_is_no_failure(run: tuple[Json, str]) -> None:
+    results, printed = run
+    assert results["arms"]["diffusers"]["status"] == "not installed"
+    assert "hidden by a test" in results["arms"]["diffusers"]["error"]
+    assert not [check for check in results["checks"] if check["arm"] == "diffusers"]
+    assert "diffusers        not installed: " in printed
 
 
 def test_a_broken_arm_is_reported_and_the_others_go_on(run: tuple[Json, str]) -> None:
@@ -116,7 +141,7 @@ def test_the_table_is_short(run: tuple[Json, str]) -> None:
     lines = printed.splitlines()
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 128
-    assert any(line.startswith("PASS every experts module equal ") for line in lines)
+    assert any(line.startswith("PASS   every experts module equal ") for line in lines)
 
 
 def test_show_prints_the_same_table(
@@ -169,15 +194,16 @@ def test_wrong_bytes_are_found(scripts: Callable[[str], ModuleType], monkeypatch
 def test_an_error_at_one_length_leaves_the_others(
     scripts: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    bench, bench_run = scripts("bench"), scripts("bench_run")
-    whole = bench_run.Bench.prefill
+    bench, passes = scripts("bench"), scripts("bench_passes")
+    whole = passes.Passes.prefill
 
     def prefill(self: Any, ids: torch.Tensor) -> torch.Tensor:
         if ids.shape[1] == 40:
             raise torch.OutOfMemoryError("40 tokens do not fit")
-        return whole(self, ids)
+        logits: torch.Tensor = whole(self, ids)
+        return logits
 
-    monkeypatch.setattr(bench_run.Bench, "prefill", prefill)
+    monkeypatch.setattr(passes.Passes, "prefill", prefill)
     out = tmp_path / "bench.json"
     bench.main([*SMALL, "--arms", "resident,prefetch-3", "--decode-tokens", "0", "--out", str(out)])
     arms = json.loads(out.read_text())["arms"]
@@ -186,62 +212,76 @@ def test_an_error_at_one_length_leaves_the_others(
     assert all(arm["status"] == "ok" and arm["equality"]["24"]["experts_equal"] for arm in arms.values())
 
 
-def measured(seconds: float, **more: Any) -> Json:
-    return {"tokens": 8192, "seconds": [seconds] * 5, "peak_bytes": None, "moved_bytes": None} | more
+def test_the_demo_model_recalls_in_every_arm(scripts: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    options = "--device cpu --model demo --lengths 24 --equal-lengths 24 --decode-tokens 0 --repeats 1 --warmups 1 --threads 1"
+    scripts("bench").main([*options.split(), "--recall-prompts", "1", "--arms", "resident,prefetch-3", "--out", str(out)])
+    results = json.loads(out.read_text())
+    assert results["model"]["name"] == "demo"
+    assert all(arm["recall"]["correct"] == arm["recall"]["total"] == 1 for arm in results["arms"].values())
+    names = [check["name"] for check in results["checks"] if check["name"].startswith("recall")]
+    assert names == ["recall: 95% answered right"] * 2 + ["recall: the resident arm's answers"]
+    _, other = results["arms"].values()
+    other["recall"]["answers"] = ["no"]
+    other["recall"]["correct"] = 0
+    failed = {check["name"] for check in scripts("bench_report").derive(results)["checks"] if check["pass"] is False}
+    assert failed == set(names)
 
 
-def results_of(prefetch: Json, device: str = "cuda") -> Json:
-    """A run of 16 banks of 1 GB over a link of 50 GB/s, as `derive` gets it."""
-    gigabyte = 10**9
-    arms = {
-        "resident": measured(0.1, peak_bytes=20 * gigabyte),
-        "accelerate": measured(2.4),
-        "pinned-serial": measured(0.42),
-        "prefetch-3": prefetch,
-    }
-    return {
-        "machine": {"device": device},
-        "model": {"bank_bytes": 16 * gigabyte, "largest_bank_bytes": gigabyte},
-        "link": {"bytes": gigabyte, "start": [0.02] * 10, "end": [0.021] * 10},
-        "needed": {},
-        "arms": {
-            name: {
-                "status": "ok",
-                "looks_ahead": name == "prefetch-3",
-                "enter": {"slots": 3, "gb_per_s": 12.0, "experts_host_bytes": {"after": 16 * gigabyte, "peak": 17 * gigabyte}},
-                "points": {"8192": point},
-                "equality": {},
-                "report": {"fallbacks": 0},
-            }
-            for name, point in arms.items()
-        },
-    }
-
-
-@pytest.mark.parametrize(
-    ("prefetch", "failing"),
-    [
-        (measured(0.345, peak_bytes=7 * 10**9, moved_bytes=16 * 10**9), set()),
-        (measured(0.350), {"prefill / lim"}),
-        (measured(0.430), {"prefill / lim", "speed-up over accelerate", "time / pinned-serial"}),
-        (measured(0.340, peak_bytes=7 * 10**9 + 65 * 2**20), {"device memory beyond the slots, MiB"}),
-        (measured(0.340, moved_bytes=17 * 10**9), {"bytes moved / bytes of the banks"}),
-    ],
-)
-def test_the_contract_is_held_against_the_numbers(
-    scripts: Callable[[str], ModuleType], prefetch: Json, failing: set[str]
+def test_diffusers_gets_the_experts_and_nothing_else(
+    scripts: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = scripts("bench_report").derive(results_of(prefetch))
-    assert results["link"]["gb_per_s"] == pytest.approx(50)
-    assert results["arms"]["prefetch-3"]["points"]["8192"]["lim"] == pytest.approx(16 / 50 + 1 / 50)
-    failed = {check["name"] for check in results["checks"] if check["pass"] is False}
-    assert failed == failing | {"host RAM while enabling / banks"}
-    again = json.loads(json.dumps(results))
-    assert scripts("bench_report").derive(again) == results
+    """Its hooks lie in the model's forward, and none is left afterwards."""
+    passed: list[Any] = []
+
+    def apply_group_offloading(root: torch.nn.Module, **options: Any) -> None:
+        passed.extend([list(root.parameters()), options])
+        for module in (root, *root.modules()):
+            module.__dict__["_diffusers_hook"] = "a registry"
+        forward = root.forward
+
+        def counted(*args: Any, **more: Any) -> Any:
+            passed.append("forward")
+            return forward(*args, **more)
+
+        root.forward = counted
+
+    modules = {name: ModuleType(name) for name in ("diffusers", "diffusers.hooks", "diffusers.hooks.group_offloading")}
+    modules["diffusers"].__version__ = "1"  # type: ignore[attr-defined]
+    modules["diffusers.hooks"].apply_group_offloading = apply_group_offloading  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    subject = scripts("bench_models").build("tiny", 2, None, torch.device("cpu"))
+    before = {module: set(module.__dict__) for module in subject.model.modules()}
+    run = scripts("bench_passes").Passes(subject)
+    expected = run.prefill(run.prompt(24))
+    experts = [parameter for module in subject.experts.values() for parameter in module.parameters()]
+    for name, held in (("diffusers", experts), ("diffusers-whole", list(subject.model.parameters()))):
+        arm = scripts("bench_arms").make_arm(name, subject, None)
+        passed.clear()
+        assert arm.missing() is None
+        with arm:
+            assert torch.equal(run.prefill(run.prompt(24)), expected)
+            assert run.generate(run.prompt(24), 2)
+        parameters, options, *forwards = passed
+        assert {id(parameter) for parameter in parameters} == {id(parameter) for parameter in held}
+        assert options["offload_type"] == "leaf_level"
+        assert forwards == ["forward"] * 3
+        assert arm.moved() == 3 * sum(subject.bank_bytes.values())
+        assert {module: set(module.__dict__) for module in subject.model.modules()} == before
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--arms nothing", "--arms resident,resident", "--lengths 0", "--repeats 0", "--lengths x"]
+    "arguments",
+    [
+        "--arms nothing",
+        "--arms resident,resident",
+        "--lengths 0",
+        "--repeats 0",
+        "--lengths x",
+        "--cap 24GiB",
+        "--cap much --arms prefetch-3@20GiB",
+    ],
 )
 def test_what_cannot_work_is_refused_at_once(
     scripts: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], arguments: str

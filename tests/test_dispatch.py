@@ -262,9 +262,7 @@ def test_experts_behind_a_hook_of_another_module_are_refused(tmp_path: Path) -> 
 
 
 @ways
-def test_an_error_while_enabling_gives_the_hooks_back(
-    dispatch: Dispatch, banks: int, tmp_path: Path, fake: FakeDevice
-) -> None:
+def test_an_error_while_enabling_gives_the_hooks_back(dispatch: Dispatch, banks: int, tmp_path: Path, fake: FakeDevice) -> None:
     model, ids = build("mixtral"), prompt(GATE)
     expected = logits(model, ids)
     dispatch(model, tmp_path)

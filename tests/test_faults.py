@@ -144,12 +144,10 @@ def test_an_error_in_the_activation_or_in_a_hook_comes_through(model: PreTrained
     assert_host_parameters(model, before)
     assert torch.equal(logits(model, ids), expected)
     for register in (experts.register_forward_hook, experts.register_forward_pre_hook):
+        handle = register(fail)
         with pytest.raises(RuntimeError) as caught:
-            handle = register(fail)
-            try:
-                logits(model, ids)
-            finally:
-                handle.remove()
+            logits(model, ids)
+        handle.remove()
         assert caught.value is error
         assert_host_parameters(model, before)
         assert torch.equal(logits(model, ids), expected)
@@ -163,8 +161,10 @@ def test_an_error_leaves_every_slot_in_rotation(model: PreTrainedModel) -> None:
     logits(model, ids)
     held = device.allocated_bytes
     for layer in (0, 2, 4) * 2:
-        with pytest.raises(ValueError, match="here"), torch.no_grad(), RaiseAt(
-            model.model.layers[layer].mlp.experts, 5, ValueError("here")
+        with (
+            pytest.raises(ValueError, match="here"),
+            torch.no_grad(),
+            RaiseAt(model.model.layers[layer].mlp.experts, 5, ValueError("here")),
         ):
             model(ids)
     assert torch.equal(logits(model, ids), expected)
@@ -267,29 +267,28 @@ def test_an_interrupt_at_any_line_of_a_call(small: PreTrainedModel) -> None:
     before = host_parameters(small)
     enabled_on(small, "cpu", slots)
     logits(small, ids)
-    at, failures = 0, []
-    while True:
-        at += 1
-        with Interrupt(at) as interrupt:
-            try:
-                logits(small, ids)
-            except KeyboardInterrupt as error:
-                assert error.__context__ is None, interrupt.lines[-1]
-        if not interrupt.hit:
-            break
+    with Interrupt() as trial:
+        logits(small, ids)
+    assert len(trial.lines) > 200, "the tracer saw too little"
+    failures = []
+    for at in range(1, len(trial.lines) + 1):
+        with Interrupt(at) as interrupt, pytest.raises(KeyboardInterrupt) as caught:
+            logits(small, ids)
+        assert caught.value.__context__ is None, interrupt.lines[-1]
+        del caught
         assert_host_parameters(small, before)
         assert not small.expert_prefetch.lock._is_owned(), interrupt.lines[-1]
         if not torch.equal(logits(small, ids), expected) or len(ring_of(small)) != slots:
             failures.append(interrupt.lines[-1])
     assert failures == []
-    assert at > 200, "the tracer saw too little"
     disable_expert_prefetch(small)
     assert torch.equal(logits(small, ids), expected)
 
 
-def test_an_interrupt_in_the_first_call_and_on_a_device(small: PreTrainedModel) -> None:
+@pytest.mark.parametrize("tokens", [8, 1], ids=["prefill", "decode"])
+def test_an_interrupt_in_the_first_call_and_on_a_device(small: PreTrainedModel, tokens: int) -> None:
     """The call that allocates the slots, on streams that run late; then disabling gives everything back."""
-    ids, slots = prompt(8) % 64, 2
+    ids, slots = prompt(tokens) % 64, 2
     before, expected = Snapshot.of(small), logits(small, ids)
     enabled_on(small, FakeDevice(7), slots)
     with Interrupt() as trial:
@@ -314,34 +313,69 @@ def test_an_interrupt_in_the_first_call_and_on_a_device(small: PreTrainedModel) 
     assert failures == []
 
 
-@pytest.mark.parametrize("options", [{}, {"n_cpu_moe": 2}], ids=str)
-def test_an_interrupt_while_a_model_is_enabled_undoes_it(small: PreTrainedModel, options: dict[str, Any]) -> None:
-    ids = prompt(8) % 64
-    expected, places = logits(small, ids), {name: hook_names(module) for name, module in small.named_modules()}
+@pytest.mark.parametrize("resident", [False, True])
+def test_an_interrupt_while_a_model_is_enabled_undoes_it(small: PreTrainedModel, resident: bool) -> None:
+    model, ids, options = small, prompt(8) % 64, {"slots": 3}
+    if resident:
+        model = build("mixtral")
+        dense = sum(p.numel() for p in model.parameters()) * 4 - bank_bytes(model)
+        options = {"slots": 2, "gpu_memory": dense + 9 * bank_bytes(model) // (2 * LAYERS)}
+    expected, places = logits(model, ids), {name: hook_names(module) for name, module in model.named_modules()}
     # After the first time experts are in memory of their own, and stay where they are.
-    disable_expert_prefetch(enabled_on(small, FakeDevice()))
-    before = Snapshot.of(small)
+    disable_expert_prefetch(enabled_on(model, FakeDevice()))
+    before = Snapshot.of(model)
     with Interrupt(begin="_install") as trial:
-        enable_expert_prefetch(small, device=FakeDevice(), progress=False, **options)
-    disable_expert_prefetch(small)
+        enable_expert_prefetch(model, device=FakeDevice(), progress=False, **options)
+    assert model.expert_prefetch.report().resident_banks == (2 if resident else 0)
+    disable_expert_prefetch(model)
     failures = []
     for at in one_of_each(trial.lines):
         device = ForgivingDevice()
         with Interrupt(at, begin="_install") as interrupt, pytest.raises(KeyboardInterrupt):
-            enable_expert_prefetch(small, device=device, progress=False, **options)
+            enable_expert_prefetch(model, device=device, progress=False, **options)
+        try:
+            before.assert_restored(model)
+            assert {name: hook_names(module) for name, module in model.named_modules()} == places
+            assert torch.equal(logits(model, ids), expected)
+            assert_given_back(device)
+        except AssertionError as error:
+            failures.append((interrupt.lines[-1], str(error)[:300]))
+    assert failures == []
+    enabled_on(model, device := FakeDevice())
+    assert torch.equal(logits(model, ids), expected)
+    disable_expert_prefetch(model)
+    before.assert_restored(model)
+    assert_given_back(device)
+
+
+def test_an_interrupt_while_a_model_is_disabled_does_not_stop_it(small: PreTrainedModel) -> None:
+    """Half disabled would be neither: whatever is interrupted is done again, and the rest as well."""
+    ids = prompt(8) % 64
+    expected = logits(small, ids)
+    disable_expert_prefetch(enabled_on(small, FakeDevice()))
+    before = Snapshot.of(small)
+    enabled_on(small, FakeDevice())
+    logits(small, ids)
+    with Interrupt(begin="disable_expert_prefetch") as trial:
+        disable_expert_prefetch(small)
+    failures = []
+    for at in one_of_each(trial.lines):
+        device = ForgivingDevice()
+        enabled_on(small, device)
+        logits(small, ids)
+        with Interrupt(at, begin="disable_expert_prefetch") as interrupt, pytest.raises(KeyboardInterrupt) as caught:
+            disable_expert_prefetch(small)
+        assert caught.value.__context__ is None
+        del caught
+        if "expert_prefetch" in small.__dict__:
+            disable_expert_prefetch(small)  # it had not begun
         try:
             before.assert_restored(small)
-            assert {name: hook_names(module) for name, module in small.named_modules()} == places
             assert torch.equal(logits(small, ids), expected)
             assert_given_back(device)
         except AssertionError as error:
             failures.append((interrupt.lines[-1], str(error)[:300]))
     assert failures == []
-    enabled_on(small, device := FakeDevice())
-    assert torch.equal(logits(small, ids), expected)
-    disable_expert_prefetch(small)
-    before.assert_restored(small)
-    assert_given_back(device)
 
 
 def hook_names(module: nn.Module) -> list[Any]:
@@ -379,7 +413,8 @@ def test_no_room_for_all_slots(model: PreTrainedModel, room: int, slots: int) ->
     report = model.expert_prefetch.report()
     assert (report.fallbacks, report.looks_ahead, report.lookahead_hits) == (1, False, 0)
     assert report.device_bytes == device.allocated_bytes == bank
-    assert report.copies == report.calls == 6 * LAYERS
+    assert report.calls == 6 * LAYERS
+    assert report.copies >= 3 * LAYERS
     assert device.races() == []
     disable_expert_prefetch(model)
     assert_given_back(device)
@@ -409,9 +444,10 @@ def test_no_room_at_all(model: PreTrainedModel, tokens: int) -> None:
     device = FakeDevice(5, memory_limit=bank - 1)
     enabled_on(model, device)
     for _ in range(2):
-        with warnings.catch_warnings(), pytest.raises(torch.OutOfMemoryError) as caught:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            logits(model, ids)
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                logits(model, ids)
         message = str(caught.value)
         for words in ("layers.0.mlp.experts", "fake device", "MiB", "Free device memory", "shorter prompt", "device=..."):
             assert words in message, message

@@ -140,7 +140,7 @@ def test_a_device_of_its_own(model: PreTrainedModel) -> None:
         with pytest.raises(RuntimeError, match=r"can't be moved to cpu.*prefetched to meta"):
             move()
         assert tensors(model) == before
-    with pytest.raises(RuntimeError, match="can't be converted to torch.float16"):
+    with pytest.raises(RuntimeError, match=r"can't be converted to torch\.float16"):
         model.to(elsewhere, torch.float16)
     assert tensors(model) == before
     model.added = nn.Linear(2, 2)
@@ -423,7 +423,7 @@ def test_reports_while_another_thread_generates(model: PreTrainedModel) -> None:
             with model.expert_prefetch.lock:
                 report = model.expert_prefetch.report()
                 model.expert_prefetch.reset()
-            assert report.bytes_to_device == report.copies * bank_bytes(model) // LAYERS
+            assert report.bytes_to_device >= report.copies * bank_bytes(model) // LAYERS
             str(report)
             seen += report.calls
 
@@ -668,10 +668,12 @@ def test_the_report_counts_and_prints_as_a_table(model: PreTrainedModel) -> None
     assert (first.stall_seconds, first.device_bytes) == (0, 0)
     assert first.host_bytes == first.pinned_bytes == LAYERS * bank
     logits(model, ids)
+    report = model.expert_prefetch.report()
+    assert (report.calls, report.copies, report.bytes_to_device) == (LAYERS, LAYERS, LAYERS * bank)
     logits(model, ids[:, :1])
     report = model.expert_prefetch.report()
     assert (report.calls, report.lookahead_calls, report.lookahead_hits) == (2 * LAYERS, LAYERS, LAYERS - 1)
-    assert report.bytes_to_device == 2 * LAYERS * bank == report.copies * bank
+    assert LAYERS * bank < report.bytes_to_device <= 2 * LAYERS * bank
     assert report.device_bytes == device.allocated_bytes == 3 * bank
     assert report.stall_seconds > 0
     for text in (str(report), repr(report), report._repr_html_()):

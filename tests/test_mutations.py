@@ -6,6 +6,7 @@ The lines are found in the source, so one that is added later is tried as well.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import itertools
 import pkgutil
@@ -17,7 +18,7 @@ import pytest
 
 import hf_prefetch
 from hf_prefetch.device import slots
-from hf_prefetch.testing import FakeDevice
+from hf_prefetch.testing import FakeDevice, FakeEvent, FakeStream
 from streaming import FEW, MANY, Streaming
 
 ORDERING = {"wait", "record", "synchronize"}
@@ -51,6 +52,22 @@ def without(line: int | None) -> types.ModuleType:
     return module
 
 
+@contextlib.contextmanager
+def interrupted_record(device: FakeDevice) -> Iterator[None]:
+    """Ctrl-C comes when the copy stream is about to record."""
+
+    def record(event: FakeEvent, stream: FakeStream) -> None:
+        if stream is device.copy_stream():
+            raise KeyboardInterrupt
+        type(device).record(device, event, stream)
+
+    device.record = record  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del device.record
+
+
 def suite() -> None:
     """Small cases that need every ordering there is."""
     for slot_count, policy in itertools.product((2, 3), ("eager", "lazy", 0)):
@@ -60,10 +77,26 @@ def suite() -> None:
         with device.use(device.stream("side")):
             streaming.run(range(5))
         streaming.check()
+        # Rows into slots that were filled on the copy stream or read on another stream, and the other way round.
+        with device.use(device.stream("side")):
+            streaming.use(3, FEW)
+        streaming.use_rows(2, [1])
+        streaming.run(range(5))
+        for bank in range(5):
+            streaming.use_rows(bank, [0, 1])
+        streaming.check()
         # Close while a kernel of another stream is under way, after which nothing else was enqueued.
         with device.use(device.stream("side")):
             streaming.use(0, FEW)
         streaming.close()
+        # An interrupt after a copy was enqueued and before it was recorded; then rows into the same, only slot.
+        device = FakeDevice(policy)
+        streaming = Streaming(5, slot_count, device)
+        streaming.use(0, FEW)
+        with interrupted_record(device), pytest.raises(KeyboardInterrupt):
+            streaming.use(1, FEW)
+        streaming.use_rows(2, [0])
+        streaming.check()
         # Close while a slot is held on another stream, and copies are under way that nobody has used.
         device = FakeDevice(policy)
         streaming = Streaming(5, slot_count, device)
@@ -105,7 +138,8 @@ def test_ordering_lives_in_one_file() -> None:
     """No other file of the package waits, records or synchronises, so nothing escapes the test above."""
     for info in pkgutil.walk_packages(hf_prefetch.__path__, "hf_prefetch."):
         if info.name.startswith(
-            ("hf_prefetch.testing", "hf_prefetch.streams", "hf_prefetch.device.slots", "hf_prefetch.__main__")
+            # The benchmark stops its clock with the device, which orders nothing.
+            tuple(f"hf_prefetch.{name}" for name in ("testing", "streams", "device.slots", "bench", "__main__"))
         ):
             continue
         source = inspect.getsource(__import__(info.name, fromlist=["_"]))

@@ -1,12 +1,15 @@
 """Slot and SlotRing: device buffers that expert banks rotate through, and all the ordering between the two streams.
 
-[Note: the four orderings]
-A slot is written on the copy stream only and read on the compute stream only, so four orderings are all there is:
+[Note: the orderings]
+A slot is filled on the copy stream, or with single rows on the compute stream, and read on the compute stream:
 
-    write after read    `fill` makes the copy stream wait for `slot.free`, recorded by the compute stream in `release`
+    write after read    `fill` makes the copy stream wait for `slot.free`, recorded by the compute stream in `release`;
+                        `fill_rows` makes the compute stream wait for it, since the reader may have been another stream
     first write         `grow` records `slot.free` too: the allocator may hand out memory that older kernels still use
-    read after write    `hold` makes the compute stream wait for `slot.ready`, recorded by the copy stream in `fill`
-    write after write   both writes are on the copy stream, which runs in order
+    read after write    `hold` makes the compute stream wait for `slot.ready`, recorded by the copy stream in `fill`;
+                        rows are read on the stream that writes them
+    write after write   two fills are on the copy stream, which runs in order; rows come before `slot.free` of their
+                        release, for which a fill waits; `fill_rows` waits for `slot.ready` of the fill before it
 
 Nothing else orders anything: there is no host synchronisation outside `close`.
 """
@@ -26,6 +29,7 @@ from ..memory.ledger import Ledger, Purpose
 from ..memory.store import StoredBank
 from ..streams import StreamDevice
 from ..timeline import Timeline
+from .rows import RowCounter, send_rows
 
 __all__ = ["Slot", "SlotRing", "SlotState"]
 
@@ -44,8 +48,10 @@ class Slot:
 
     Attributes:
         buffer: flat uint8 tensor on the device.
-        ready: recorded by the copy stream at the end of `fill`; waited for by the compute stream in `hold`.
-        free: recorded by the compute stream in `grow` and `release`; waited for by the copy stream in `fill`.
+        ready: recorded by the copy stream at the end of `fill`; waited for by the compute stream in `hold` and `fill_rows`.
+        free: recorded by the compute stream in `grow` and `release`; waited for by whoever writes next.
+        was_filled: whether the copy stream has written here, so that `ready` may have to be waited for.
+        has_rows_only: whether it holds no more than the rows of one call.
         bank: index of the bank whose bytes are here or on their way; None when free.
     """
 
@@ -54,6 +60,8 @@ class Slot:
     free: Any
     state: SlotState = SlotState.FREE
     bank: int | None = None
+    was_filled: bool = False
+    has_rows_only: bool = False
     _tensors: dict[BankLayout, dict[str, nn.Parameter]] = field(default_factory=dict)
 
     def tensors(self, layout: BankLayout) -> dict[str, nn.Parameter]:
@@ -129,7 +137,7 @@ class SlotRing:
         if slot is None:
             return False
         # Until the record below the slot belongs to nobody: an interrupt in between costs this copy and nothing else.
-        slot.state, slot.bank = SlotState.FREE, None
+        slot.state, slot.bank, slot.was_filled, slot.has_rows_only = SlotState.FREE, None, True, False
         copy_stream = self.device.copy_stream()
         self.device.wait(copy_stream, slot.free)
         begin = self.device.mark(copy_stream) if self.timeline else None
@@ -138,6 +146,27 @@ class SlotRing:
         if self.timeline:
             self.timeline.add("copy", stored.bank.name, self.device, begin, self.device.mark(copy_stream))
         slot.state, slot.bank = SlotState.FILLED, stored.bank.index
+        return True
+
+    def fill_rows(self, stored: StoredBank, ids: torch.Tensor, counter: RowCounter) -> bool:
+        """Hold a slot for a bank and enqueue, on the compute stream, the copy of the rows that `ids` names.
+
+        A bank that is in a slot as a whole needs no rows. Returns whether there was a slot to take.
+        """
+        slot = self.slot_of(stored.bank.index)
+        if slot is None:
+            slot = self._next_slot(keep=())
+            if slot is None:
+                return False
+            compute_stream = self.device.compute_stream()
+            self.device.wait(compute_stream, slot.free)
+            if slot.was_filled:
+                # Recorded anew, since an interrupt may have come between a copy and its record.
+                self.device.record(slot.ready, self.device.copy_stream())
+                self.device.wait(compute_stream, slot.ready)
+            slot.state, slot.bank, slot.has_rows_only = SlotState.HELD, stored.bank.index, True
+        if slot.has_rows_only:
+            send_rows(self.device, stored, slot.buffer, ids, counter)
         return True
 
     def hold(self, bank: int, layout: BankLayout) -> dict[str, nn.Parameter]:
@@ -149,7 +178,8 @@ class SlotRing:
         slot = self.slot_of(bank)
         if slot is None:
             raise KeyError(f"bank {bank} is in no slot")
-        self.device.wait(self.device.compute_stream(), slot.ready)
+        if not slot.has_rows_only:
+            self.device.wait(self.device.compute_stream(), slot.ready)
         slot.state = SlotState.HELD
         return slot.tensors(layout)
 
@@ -158,7 +188,7 @@ class SlotRing:
         slot = self.slot_of(bank)
         if slot is not None and slot.state is SlotState.HELD:
             self.device.record(slot.free, self.device.compute_stream())
-            slot.state, slot.bank = SlotState.FREE, None
+            slot.state, slot.bank, slot.has_rows_only = SlotState.FREE, None, False
 
     def close(self) -> None:
         """Free all slots, after the last copy and kernel that use them have ended. Idempotent."""

@@ -73,6 +73,6 @@ class Arena:
     def unpin(self) -> None:
         """Give the page lock back; the memory stays readable by the host."""
         if self._pinned_by is not None:
-            device, self._pinned_by = self._pinned_by, None
-            device.unregister(self.block.data_ptr())
+            self._pinned_by.unregister(self.block.data_ptr())
+            self._pinned_by = None
             self._ledger.give(Purpose.PINNED, self.nbytes)

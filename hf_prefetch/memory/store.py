@@ -99,30 +99,39 @@ class HostStore:
         No copy from the arena may be under way. Where a device has no room any more, they stay in host memory and a
         warning says so.
         """
-        stored = self._stored.pop(bank.index, None)
+        stored = self._stored.get(bank.index)
         if stored is None:
             return
         try:
-            for name, parameter in bank.parameters.items():
-                send_parameter(parameter, stored.origins[name])
-        except torch.OutOfMemoryError:
-            warnings.warn(
-                f"hf_prefetch: {bank.name} stays in host memory, there is no room for its {bank.nbytes / 2**20:,.0f} MiB on "
-                f"{stored.origins[name]}. Free memory there and call model.to(...), or enable prefetching again.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        finally:
+            _send_back(stored)
+        except Exception:
             self._let_go(stored)
+            raise
+        self._let_go(stored)
 
     def close(self) -> None:
         """Give every page lock back. No copy from the arenas may be under way. Idempotent."""
-        while self._stored:
-            self._let_go(self._stored.popitem()[1])
+        for stored in list(self._stored.values()):
+            self._let_go(stored)
 
     def _let_go(self, stored: StoredBank) -> None:
         stored.arena.unpin()
-        self.ledger.give(Purpose.BANKS, stored.bank.nbytes)
+        if self._stored.pop(stored.bank.index, None) is not None:
+            self.ledger.give(Purpose.BANKS, stored.bank.nbytes)
+
+
+def _send_back(stored: StoredBank) -> None:
+    bank = stored.bank
+    try:
+        for name, parameter in bank.parameters.items():
+            send_parameter(parameter, stored.origins[name])
+    except torch.OutOfMemoryError:
+        warnings.warn(
+            f"hf_prefetch: {bank.name} stays in host memory, there is no room for its {bank.nbytes / 2**20:,.0f} MiB on "
+            f"{stored.origins[name]}. Free memory there and call model.to(...), or enable prefetching again.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def send_parameter(parameter: nn.Parameter, device: torch.device) -> None:

@@ -11,13 +11,16 @@ LOOKAHEAD = 2
 
 
 class Path(Enum):
-    """LOOKAHEAD: whole banks are copied ahead of use. PLAIN: this bank is copied when it is needed."""
+    """LOOKAHEAD: whole banks are copied ahead of use. ROUTED: the experts that a call uses are copied, after the router.
+    PLAIN: the whole bank is copied when it is needed.
+    """
 
     LOOKAHEAD = "lookahead"
+    ROUTED = "routed"
     PLAIN = "plain"
 
 
-def choose_path(routed_ids: int | None, num_experts: int, gate: int, *, can_look_ahead: bool) -> Path:
+def choose_path(routed_ids: int | None, num_experts: int, gate: int, *, can_look_ahead: bool, can_route: bool = False) -> Path:
     """The way of one call.
 
     Args:
@@ -25,12 +28,12 @@ def choose_path(routed_ids: int | None, num_experts: int, gate: int, *, can_look
         num_experts: experts in the bank.
         gate: routed ids per expert from which on nearly every expert is used, so that whole banks pay.
         can_look_ahead: the device can overlap and has its slots.
+        can_route: the call shows its ids, and reads no other rows than those.
     """
-    if not can_look_ahead:
-        return Path.PLAIN
-    if routed_ids is not None and routed_ids < gate * num_experts:
-        return Path.PLAIN
-    return Path.LOOKAHEAD
+    small = routed_ids is not None and routed_ids < gate * num_experts
+    if can_route and small:
+        return Path.ROUTED
+    return Path.LOOKAHEAD if can_look_ahead and not small else Path.PLAIN
 
 
 def depth_in_acquire(slots: int, *, holds_host: bool) -> int:

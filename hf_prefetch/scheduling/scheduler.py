@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ..config import PrefetchConfig
+from ..device.rows import has_rows
 from ..device.slots import SlotRing
 from ..discovery import ExpertBank
 from ..memory.ledger import Purpose
@@ -98,12 +99,16 @@ class PrefetchScheduler:
         lane = self._lane_of[bank]
         return self._ready_slots(lane, self.config.slots) and self._fill(lane, bank, ahead=True)
 
-    def acquire(self, bank: ExpertBank, routed_ids: int | None = None) -> dict[str, nn.Parameter]:
+    def acquire(
+        self, bank: ExpertBank, routed_ids: int | None = None, ids: torch.Tensor | None = None
+    ) -> dict[str, nn.Parameter]:
         """Tensors on the device that hold a bank's bytes once the current stream gets to them.
 
         Args:
             bank: one of `banks`.
             routed_ids: tokens x top-k of the call; None where unknown, which counts as many.
+            ids: the expert ids of the call, if it reads no other rows than theirs. The rows of other experts may then
+                hold anything.
 
         Raises:
             torch.OutOfMemoryError: not even one slot fits on the device.
@@ -113,10 +118,16 @@ class PrefetchScheduler:
         self._check_usable(lane)
         begin = lane.device.mark(lane.device.compute_stream())
         lane.order.observe(bank.index)
-        path = choose_path(routed_ids, bank.num_experts, self.config.lookahead_gate, can_look_ahead=lane.looks_ahead)
+        path = choose_path(
+            routed_ids,
+            bank.num_experts,
+            self.config.lookahead_gate,
+            can_look_ahead=lane.looks_ahead,
+            can_route=ids is not None and has_rows(bank.layout),
+        )
         if path is Path.LOOKAHEAD and not self._ready_slots(lane, self.config.slots):
             path = Path.PLAIN
-        self._fill_for_use(lane, bank)
+        self._fill_for_use(lane, bank, ids if path is Path.ROUTED else None)
         if path is Path.LOOKAHEAD:
             holds_host = lane.device.holds_host(pinned=self.store[bank].is_pinned)
             self._look_ahead(lane, bank, depth_in_acquire(self.config.slots, holds_host=holds_host))
@@ -126,7 +137,7 @@ class PrefetchScheduler:
         if lane.ring.timeline:
             lane.ring.timeline.add("wait", bank.name, lane.device, begin, end)
             self._computing_since[bank.index] = end
-        self.counters.count_call(lane.device, begin, end, looked_ahead=path is Path.LOOKAHEAD)
+        self.counters.count_call(path.value, lane.device, begin, end)
         return tensors
 
     def release(self, bank: ExpertBank) -> None:
@@ -169,17 +180,24 @@ class PrefetchScheduler:
             self.counters.count_copy(bank.index, bank.nbytes, ahead=ahead)
         return filled
 
-    def _fill_for_use(self, lane: Lane, bank: ExpertBank) -> None:
-        """Make sure that a bank is in a slot, whatever was expected, with a single slot if need be."""
+    def _fill_for_use(self, lane: Lane, bank: ExpertBank, ids: torch.Tensor | None) -> None:
+        """Make sure that a bank, or the rows that `ids` names, are in a slot, whatever was expected."""
         self.counters.count_use(bank.index, in_slot=lane.ring.slot_of(bank.index) is not None)
-        if self._fill(lane, bank, ahead=False):
+
+        def fill() -> bool:
+            if ids is None:
+                return self._fill(lane, bank, ahead=False)
+            counter = self.counters.rows_of(bank.index, bank.nbytes // bank.num_experts)
+            return lane.ring.fill_rows(self.store[bank], ids, counter)
+
+        if fill():
             return
         # No slots yet, or a forward holds every one of them (a bank called from within another one).
         try:
             lane.ring.grow(len(lane.ring) + 1)
         except torch.OutOfMemoryError as error:
             _raise_no_room(lane, bank, error)
-        self._fill(lane, bank, ahead=False)
+        fill()
 
     def _ready_slots(self, lane: Lane, count: int) -> bool:
         """Allocate a lane's slots if they are not there. Where they don't fit, the lane stops looking ahead for good."""

@@ -1,0 +1,40 @@
+"""Undo: the way back from what was done step by step, which neither an error nor an interrupt cuts short."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Undo"]
+
+
+class Undo:
+    """Steps back, each added before what it undoes is done.
+
+    Steps are idempotent: one may run although what it undoes was not done, and one that is interrupted runs again.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], object]] = []
+
+    def add(self, step: Callable[..., object], *arguments: Any) -> None:
+        """Add a step, to be taken before those that were added earlier."""
+        self._steps.append(functools.partial(step, *arguments))
+
+    def run(self) -> None:
+        """Take all steps back, the last one first. The first error or interrupt of any of them is raised at the end."""
+        first: BaseException | None = None
+        while self._steps:
+            try:
+                self._steps[-1]()
+                self._steps.pop()
+            except BaseException as error:  # noqa: BLE001, PERF203 - it is raised below
+                if first is not None or isinstance(error, Exception):
+                    self._steps.pop()
+                first = first or error
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # or the error would keep this frame, and this frame the error

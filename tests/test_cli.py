@@ -1,0 +1,223 @@
+"""The command, as a user meets it: in a process of its own, with its output, its errors and its exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_prefetch.cli import _streamer, main
+from hf_prefetch.demo import load_demo_model, load_demo_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND = [sys.executable, "-m", "hf_prefetch"]
+PROMPT = "And it came to pass in those days, that"
+ON_CPU = ["--device", "cpu"]
+# Logged once where experts travel from the CPU to the CPU.
+STAND_IN = "hf_prefetch: there is no accelerator here"
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """The command as a process whose output is read as it comes."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*COMMAND, *arguments], env=environment, bufsize=0, **pipes | options)
+
+
+def finish(process: subprocess.Popen[bytes], text: str = "") -> tuple[int, str, str]:
+    """Exit code, and what is still to come on stdout and stderr."""
+    out, err = process.communicate(text.encode() or None, timeout=120)
+    return process.returncode, (out or b"").decode(), (err or b"").decode()
+
+
+def read_beyond(process: subprocess.Popen[bytes], start: str) -> str:
+    """What the process writes until there is more than `start`."""
+    assert process.stdout is not None
+    text = ""
+    while len(text) <= len(start):
+        piece = process.stdout.read(64)
+        assert piece, finish(process)
+        text += piece.decode()
+    return text
+
+
+def complaint(stderr: str) -> str:
+    """The one line that an error is."""
+    lines = [line for line in stderr.splitlines() if not line.startswith(STAND_IN)]
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("hf-prefetch: "), stderr
+    return lines[0].removeprefix("hf-prefetch: ")
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """Twenty tokens more, as the model writes them without any of this."""
+    model, tokenizer = load_demo_model(), load_demo_tokenizer()
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    return str(tokenizer.decode(tokens[0], skip_special_tokens=True)) + "\n"
+
+
+# -- what it does -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_streams_the_models_own_text_and_reports(expected: str) -> None:
+    process = start("generate", "demo", "--prompt", PROMPT, "--max-new-tokens", "20", "--report", *ON_CPU)
+    first = read_beyond(process, PROMPT)
+    assert process.poll() is None, "the first words come while the others are still to be written"
+    assert first.startswith(PROMPT)
+    assert len(first) < len(expected)
+    code, rest, stderr = finish(process)
+    assert code == 0, stderr
+    assert first + rest == expected
+    assert "expert prefetch\n" in stderr
+    assert "nothing failed" in stderr
+
+
+def test_a_prompt_from_stdin_with_prefetching_off(expected: str) -> None:
+    process = start(
+        *("generate", "demo", "--prompt-file", "-", "--max-new-tokens", "20", "--report"),
+        *("--prefetch-experts-slots", "0", *ON_CPU),
+    )
+    code, stdout, stderr = finish(process, PROMPT)
+    assert code == 0, stderr
+    assert stdout == expected
+    assert stderr == "prefetching is off\n"
+
+
+def test_a_prompt_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], expected: str) -> None:
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    arguments = ["generate", "demo", "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "20", *ON_CPU]
+    assert main([*arguments, "--gpu-memory", "8MiB"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_bench_prints_a_table_and_writes_the_numbers(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    lengths = ["--prompt-lengths", "48,12", "--decode-tokens", "2", "--repeats", "1"]
+    code, stdout, stderr = finish(start("bench", "demo", *lengths, "--n-cpu-moe", "5", *ON_CPU, "--json", str(out)))
+    assert code == 0, stderr
+    rows = [line.split() for line in stdout.splitlines() if line.startswith(("off ", "on "))]
+    assert [row[:3] for row in rows] == [
+        [arm, *what] for arm in ("off", "on") for what in (["prefill", "12"], ["prefill", "48"], ["decode", "12"])
+    ]
+    assert [row[-1] for row in rows] == ["-", "-", "-", "equal", "equal", "-"]
+    assert "4 of 5" in stdout, "all but the first of the five host-resident layers were sent ahead"
+    numbers = json.loads(out.read_text())
+    points = {(arm["name"], point["what"], point["tokens"]): point for arm in numbers["arms"] for point in arm["points"]}
+    assert len(points) == 6
+    assert all(point["seconds"] > 0 for point in points.values())
+    assert points["on", "prefill", 48]["logits_equal"] is True
+    assert points["on", "prefill", 48]["moved_bytes"] == points["on", "decode", 12]["moved_bytes"] > 0
+    assert numbers["options"]["n_cpu_moe"] == 5
+
+
+def test_bench_without_slots_measures_one_arm(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ["--prompt-lengths", "8", "--decode-tokens", "0", "--repeats", "1"]
+    assert main(["bench", "demo", *lengths, "--prefetch-experts-slots", "0", *ON_CPU]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("off ", "on "))]
+    assert len(rows) == 1
+
+
+# -- what it refuses ----------------------------------------------------------------------------------------------------
+
+GENERATE = ["generate", "demo", "--prompt", "x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        pytest.param(["generate", "demo"], 2, "--prompt", id="no prompt"),
+        pytest.param([*GENERATE, "--prompt-file", "-"], 2, "--prompt", id="two prompts"),
+        pytest.param(["generate", "demo", "--prompt", ""], 2, "is empty", id="an empty prompt"),
+        pytest.param(["generate", "demo", "--prompt-file", "nowhere.txt"], 2, "nowhere.txt", id="no prompt file"),
+        pytest.param([*GENERATE, "--prefetch-experts-slots", "1"], 2, "'--prefetch-experts-slots': slots=1", id="one slot"),
+        pytest.param([*GENERATE, "--prefetch-experts-slots", "many"], 2, "valid integer", id="slots in words"),
+        pytest.param([*GENERATE, "--gpu-memory", "lots"], 2, "'--gpu-memory': gpu_memory='lots' is no size", id="no size"),
+        pytest.param([*GENERATE, "--gpu-memory", "1KiB", *ON_CPU], 1, "Give at least", id="too little memory"),
+        pytest.param([*GENERATE, "--n-cpu-moe", "-1"], 2, "'--n-cpu-moe': n_cpu_moe counts layers", id="fewer than no layers"),
+        pytest.param([*GENERATE, "--n-cpu-moe", "1", "--gpu-memory", "1GiB"], 2, "give one of them", id="both"),
+        pytest.param([*GENERATE, "--device", "banana"], 2, "'--device': 'banana' is no device", id="no device"),
+        pytest.param([*GENERATE, "--device", "xpu:9"], 2, "sees no such device here", id="a device that is not here"),
+        pytest.param([*GENERATE, "--max-new-tokens", "0"], 2, "--max-new-tokens", id="no tokens"),
+        pytest.param(["generate", "./nowhere", "--prompt", "x"], 1, "no such folder, and no model", id="no folder"),
+        pytest.param(["bench", "nobody/nothing"], 1, "nobody/nothing: no such folder, and no model", id="not on the Hub"),
+        pytest.param(["bench", str(ROOT)], 1, "without config.json", id="a folder without a model"),
+        pytest.param(["bench", "demo", "--prompt-lengths", "8,x"], 2, "'8,x' is no list of numbers", id="no lengths"),
+        pytest.param(["bench", "demo", "--json", "nowhere/out.json"], 2, "no folder nowhere", id="no folder for --json"),
+        pytest.param(["bench"], 2, "model", id="no model"),
+        pytest.param(["sing"], 2, "sing", id="no such command"),
+    ],
+)
+def test_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert main(arguments) == code
+    printed = capsys.readouterr()
+    assert words in complaint(printed.err)
+    assert not printed.out
+
+
+def test_without_arguments_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    printed = capsys.readouterr()
+    assert all(command in printed.out + printed.err for command in ("generate", "bench"))
+    assert "hf-prefetch: " not in printed.err
+
+
+def test_an_error_leaves_a_process_without_a_traceback() -> None:
+    code, stdout, stderr = finish(start("generate", "./nowhere", "--prompt", "x"))
+    assert (code, stdout) == (1, "")
+    assert complaint(stderr) == "./nowhere: no such folder, and no model of that name on the Hub"
+
+
+# -- how it ends --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name == "nt", reason="interrupts are sent by POSIX signals")
+def test_ctrl_c_ends_it_with_one_line() -> None:
+    process = start("generate", "demo", "--prompt", PROMPT, "--max-new-tokens", "4000", *ON_CPU)
+    read_beyond(process, PROMPT)
+    process.send_signal(signal.SIGINT)
+    code, stdout, stderr = finish(process)
+    assert code == 130, stderr
+    assert complaint(stderr) == "stopped"
+    assert stdout.endswith("\n"), "the message comes on a line of its own"
+
+
+def test_a_reader_that_goes_away_ends_it_silently() -> None:
+    process = start("generate", "demo", "--prompt", PROMPT, "--max-new-tokens", "4000", *ON_CPU)
+    read_beyond(process, PROMPT)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    lines = process.stderr.read().decode().splitlines()
+    assert process.wait(timeout=120) != 0
+    assert [line for line in lines if not line.startswith(STAND_IN)] == []
+
+
+def test_the_first_word_keeps_the_space_before_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokenizers after SentencePiece drop the space of the first token that they decode."""
+
+    class Tokenizer:
+        words = ("▁In", "▁the", "▁beginning", ".")
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return "".join(self.words[index] for index in ids).replace("▁", " ").removeprefix(" ")
+
+    streamer = _streamer(Tokenizer(), [0])
+    streamer.put(torch.tensor([[0]]))
+    for token in (1, 2, 3):
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert capsys.readouterr().out == " the beginning.\n"
