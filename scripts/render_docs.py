@@ -79,6 +79,11 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> l
     return ["| " + " | ".join(row) + " |" for row in cells]
 
 
+def command(results: Json) -> str:
+    """How to measure it again, from the root of the repository."""
+    return f"PYTHONPATH=. python scripts/{results['command']}"
+
+
 def number(value: float | None, digits: int, unit: str = "") -> str:
     """A number, or a dash where there is none."""
     return "-" if value is None else f"{value:,.{digits}f}{unit}"
@@ -97,10 +102,10 @@ def readme_table(results: Json, images: list[str]) -> str:
     for length in lengths:
         times = [limit if arm == "" else _median(points[arm], length) for arm in known]
         rows.append([f"{length:,} tokens", *(number(seconds, 3, " s") for seconds in times)])
-    caption = f"Time of a prefill; {model_line(results)}, random weights." if results["model"].get("random_weights") else ""
-    lines = [caption or f"Time of a prefill; {model_line(results)}.", ""]
+    weights = ", random weights" if results["model"].get("random_weights") else ""
+    lines = [f"Time of a prefill; {model_line(results)}{weights}:", ""]
     lines += grid(["prompt", *known.values()], rows)
-    lines += ["", f"{machine_line(results)}; {results['date']}: `{results['command']}`"]
+    lines += ["", f"{machine_line(results)}; {results['date']}: `{command(results)}`"]
     return "\n".join([*lines, *(line for image in images for line in ("", image))])
 
 
@@ -119,18 +124,16 @@ def _median(points: Json, length: int) -> float | None:
 def full_table(results: Json, images: list[str]) -> str:
     """Where it was measured, every point of every arm, and every kind of check with what it missed."""
     model, link = results["model"], results["link"]
-    lines = [f"{model['class']}: {model_line(results)} in {model['banks']} layers, the largest of them "]
-    lines[0] += f"{model['largest_bank_bytes'] / 1e9:,.3f} GB; " + (
-        "random weights." if model["random_weights"] else "trained."
-    )
-    lines += [
-        f"{machine_line(results)}.",
-        f"{results['date']}, {results['elapsed_seconds']:,.0f} s in all: `{results['command']}`",
+    weights = "random weights" if model.get("random_weights") else "trained weights"
+    lines = [
+        f"- {model_line(results)}, {weights}; the largest layer's experts are {model['largest_bank_bytes'] / 1e9:,.3f} GB",
+        f"- {machine_line(results)}",
     ]
     if link.get("limit_seconds"):
         lines.append(
-            f"All experts once over the link: {link['limit_seconds']:.4f} s; one layer's: {link['bank_seconds']:.4f} s."
+            f"- all experts once over the link: {link['limit_seconds']:.4f} s; one layer's: {link['bank_seconds']:.4f} s"
         )
+    lines += [f"- {results['date']}, {results['elapsed_seconds']:,.0f} s in all, by:", "", "```", command(results), "```"]
     for image in images:
         lines += ["", image]
     head = ["arm", "tokens", "seconds", "/ lim", "x accelerate", "peak GiB", "equal"]
