@@ -132,12 +132,10 @@ class Bench:
             disable_expert_prefetch(self.model)
 
     def _does_not_fit(self) -> str | None:
-        if self.home.device.type == "cpu":
+        needed, memory = _bytes_of(self.model), self._ask_device("mem_get_info")
+        if memory is None or needed <= memory[0] * _RESIDENT_SHARE:
             return None
-        needed, free = _bytes_of(self.model), int(torch.accelerator.get_memory_info(self.home.device)[0])
-        if needed <= free * _RESIDENT_SHARE:
-            return None
-        return f"the model takes {needed / GIB:,.1f} GiB and {free / GIB:,.1f} GiB are free on {self.home.name}"
+        return f"the model takes {needed / GIB:,.1f} GiB and {memory[0] / GIB:,.1f} GiB are free on {self.home.name}"
 
     def _measure(self, arm: Arm, lengths: Sequence[int], decode_tokens: int, say: Callable[[str], None]) -> None:
         works = [Point("prefill", length) for length in lengths] + [Point("decode", min(lengths))] * bool(decode_tokens)
@@ -154,18 +152,15 @@ class Bench:
         torch.manual_seed(point.tokens)
         vocabulary = self.model.config.get_text_config().vocab_size
         prompt = torch.randint(0, vocabulary, (1, point.tokens)).to(self.home.device)
-        has_memory = self.home.device.type != "cpu"
         if point.what == "prefill":
             self._prefill(prompt)
-        if has_memory:
-            torch.accelerator.reset_peak_memory_stats(self.home.device)
+        self._ask_device("reset_peak_memory_stats")
         times, before, after = self._decode(prompt, decode_tokens) if point.what == "decode" else self._prefills(prompt)
         if before is not None and after is not None:
             point.moved_bytes = (after.bytes_to_device - before.bytes_to_device) // len(times)
             point.hits = (after.lookahead_hits - before.lookahead_hits) // len(times)
             point.lookups = (after.lookahead_calls - before.lookahead_calls) // len(times)
-        if has_memory:
-            point.peak_bytes = int(torch.accelerator.max_memory_allocated(self.home.device))
+        point.peak_bytes = self._ask_device("max_memory_allocated")
         if point.what == "prefill":
             with _repeatable():
                 logits = self._prefill(prompt).cpu()
@@ -204,6 +199,11 @@ class Bench:
     def _report(self) -> Report | None:
         scheduler = getattr(self.model, "expert_prefetch", None)
         return None if scheduler is None else scheduler.report()
+
+    def _ask_device(self, question: str) -> Any:
+        """What the device's own part of torch answers; None where it has no such function, as on the CPU."""
+        ask = getattr(torch.get_device_module(self.home.device), question, None)
+        return None if ask is None else ask(self.home.device)
 
     def _now(self) -> float:
         if self.home.device.type != "cpu":

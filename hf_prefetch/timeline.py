@@ -6,6 +6,7 @@ Recorded only inside `with model.expert_prefetch.timeline() as timeline:`; outsi
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,10 @@ Kind = Literal["copy", "wait", "compute"]
 
 # One row each in a plot and in a trace: what the copy stream did, and what the compute stream did.
 _ROWS: dict[Kind, str] = {"copy": "copy stream", "wait": "compute stream", "compute": "compute stream"}
-_COLOURS: dict[Kind, str] = {"copy": "#4878a8", "wait": "#d65f5f", "compute": "#6aa84f"}
+# From Okabe and Ito's palette, told apart with every common kind of colour vision.
+_COLOURS: dict[Kind, str] = {"copy": "#0072B2", "wait": "#E69F00", "compute": "#009E73"}
+# Parts of the whole time from which on a span has an edge, and room for the number of its layer.
+_EDGE, _LABEL = 0.004, 0.016
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Timeline:
         self._marks.append((kind, bank, device, begin, end))
 
     def spans(self) -> list[Span]:
-        """All spans whose end the device has reached, in the order of their beginning."""
+        """All spans in the order of their beginning. Waits until the device has reached their ends."""
+        self._wait()
         spans = []
         origins: dict[StreamDevice, Any] = {}
         for _, _, device, begin, _ in self._marks:
@@ -65,8 +70,18 @@ class Timeline:
                 spans.append(Span(kind, bank, device.name, times[0], times[1]))
         return sorted(spans, key=lambda span: span.begin)
 
+    def _wait(self) -> None:
+        """Hold the host until what was recorded has happened: a look back, which orders nothing."""
+        for device in {device: None for _, _, device, _, _ in self._marks}:
+            for stream in (device.compute_stream(), device.copy_stream()):
+                event = device.new_event()
+                device.record(event, stream)
+                device.synchronize(event)
+
     def plot(self, axes: Axes | None = None) -> Axes:
-        """Draw the spans: time to the right, one row a stream. Needs matplotlib.
+        """Draw the spans: time to the right, one row a stream, each bar with the number of its layer if there is room.
+
+        Needs matplotlib.
 
         Raises:
             ValueError: nothing was recorded.
@@ -78,19 +93,30 @@ class Timeline:
         if not spans:
             raise ValueError("Nothing was recorded: run the model inside `with model.expert_prefetch.timeline() as timeline:`.")
         if axes is None:
-            _, axes = pyplot.subplots(figsize=(10, 2.2), layout="constrained")
+            _, axes = pyplot.subplots(figsize=(10, 2.4), layout="constrained")
         rows = list(dict.fromkeys(_ROWS.values()))
-        scale, unit = (1e3, "ms") if spans[-1].end < 10 else (1.0, "s")
-        for kind, colour in _COLOURS.items():
-            bars = [(span.begin * scale, (span.end - span.begin) * scale) for span in spans if span.kind == kind]
-            axes.broken_barh(bars, (rows.index(_ROWS[kind]) - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.4)
+        last = max(span.end for span in spans)
+        scale, unit = (1e3, "ms") if last < 10 else (1.0, "s")
+        for span in spans:
+            row, width = rows.index(_ROWS[span.kind]), span.end - span.begin
+            # A narrow one has an edge of its own colour: it is a line then, and not invisible.
+            edge = "white" if width > _EDGE * last else _COLOURS[span.kind]
+            bar = (span.begin * scale, width * scale)
+            axes.broken_barh([bar], (row - 0.4, 0.8), facecolor=_COLOURS[span.kind], edgecolor=edge, linewidth=0.6)
+            layer = re.search(r"\d+", span.bank)
+            if layer and span.kind != "wait" and width > _LABEL * last:
+                middle = (span.begin + span.end) / 2 * scale
+                axes.text(middle, row, layer[0], color="white", fontsize=8, ha="center", va="center", clip_on=True)
         axes.set_yticks(range(len(rows)), rows)
+        axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
+        axes.set_xlim(-0.01 * last * scale, 1.01 * last * scale)
         axes.set_xlabel(f"time on the device ({unit})")
+        axes.spines[["top", "right", "left"]].set_visible(False)
         axes.legend(
             handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()],
-            loc="upper center",
-            bbox_to_anchor=(0.5, 1.3),
+            loc="lower right",
+            bbox_to_anchor=(1.0, 1.0),
             ncols=3,
             frameon=False,
         )

@@ -31,7 +31,14 @@ README_ARMS = {
     "": "limit of the link",
     MAIN_ARM: "**prefetch, 3 slots**",
     "accelerate": "accelerate",
-    "diffusers": "diffusers",
+    "diffusers": "diffusers, experts only",
+    "diffusers-whole": "diffusers",
+}
+# What a decoded token takes: whole layers over the link, in two ways, and only the experts in use.
+README_DECODE = {
+    MAIN_ARM: "prefetch",
+    "pinned-serial": "page-locked copies without overlap",
+    "diffusers": "diffusers, experts only",
 }
 NOTHING = "*No measurement is recorded here yet.*"
 ALT = {
@@ -105,6 +112,10 @@ def readme_table(results: Json, images: list[str]) -> str:
     weights = ", random weights" if results["model"].get("random_weights") else ""
     lines = [f"Time of a prefill; {model_line(results)}{weights}:", ""]
     lines += grid(["prompt", *known.values()], rows)
+    decode = {title: points.get(arm, {}).get("decode", {}).get("median") for arm, title in README_DECODE.items()}
+    told = ", ".join(f"{title} {number(seconds, 3, ' s')}" for title, seconds in decode.items() if seconds is not None)
+    if told:
+        lines += ["", f"A decoded token after a prompt of 200, batch 1: {told}."]
     lines += ["", f"{machine_line(results)}; {results['date']}: `{command(results)}`"]
     return "\n".join([*lines, *(line for image in images for line in ("", image))])
 

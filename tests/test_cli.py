@@ -117,7 +117,8 @@ def test_bench_prints_a_table_and_writes_the_numbers(tmp_path: Path) -> None:
     assert len(points) == 6
     assert all(point["seconds"] > 0 for point in points.values())
     assert points["on", "prefill", 48]["logits_equal"] is True
-    assert points["on", "prefill", 48]["moved_bytes"] == points["on", "decode", 12]["moved_bytes"] > 0
+    assert points["on", "prefill", 48]["moved_bytes"] >= points["on", "decode", 12]["moved_bytes"] > 0
+    assert points["off", "prefill", 48]["moved_bytes"] is None
     assert numbers["options"]["n_cpu_moe"] == 5
 
 

@@ -678,6 +678,29 @@ def test_a_router_that_trains(model: PreTrainedModel) -> None:
             model(ids).logits.sum().backward()
 
 
+def test_experts_that_train(model: PreTrainedModel) -> None:
+    """Beside a head that has a gradient they would just stay as they are, and nobody would notice."""
+    ids = prompt(GATE)
+    with frozen(model):
+        model.lm_head.weight.requires_grad_()
+        for experts in experts_of(model).values():
+            experts.requires_grad_()
+        enabled_on(model, FakeDevice())
+        with pytest.raises(RuntimeError, match=REMEDY):
+            model(ids).logits.sum().backward()
+        model.lm_head.weight.grad = None
+
+
+def test_no_graph_keeps_a_slot(model: PreTrainedModel) -> None:
+    device = FakeDevice()
+    enabled_on(model, device)
+    output = model(prompt(GATE)).logits
+    assert output.requires_grad
+    assert device.allocated_bytes > 0
+    disable_expert_prefetch(model)
+    assert device.allocated_bytes == 0
+
+
 def test_adapters_behind_all_experts_train_with_right_gradients(model: PreTrainedModel) -> None:
     ids = prompt(GATE)
     with frozen(model):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import build, prompt
 
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from hf_prefetch.testing import FakeDevice, RaceChecker
+from models import build, prompt
 
 POLICIES = ["eager", "lazy", 3]
 

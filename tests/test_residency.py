@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,7 +55,7 @@ def test_spread_is_even(banks: int, data: st.DataObject) -> None:
     places = spread(count, banks)
     assert len(set(places)) == count
     assert places[-1] < banks
-    gaps = {after - before for before, after in zip(places, places[1:], strict=False)}
+    gaps = {after - before for before, after in itertools.pairwise(places)}
     assert not gaps or max(gaps) - min(gaps) <= 1
     assert (0 in places) == (count == banks)
 
