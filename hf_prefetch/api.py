@@ -126,25 +126,25 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo)
     """
     undo.add(_forget, model)  # the last step: until then disabling can be called again
     banks, store = tuple(homes.host), HostStore()
-    replaced = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.modules}
+    taken = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.modules}
     placement = Placement(model, stay={id(parameter) for bank in banks for parameter in bank.parameters.values()})
     undo.add(placement.restore)
     for bank, home in homes.resident.items():
         for module in bank.modules:
-            undo.add(replaced[module].give_back)
-            replaced[module].take()
+            undo.add(taken[module].give_back)
+            taken[module].take()
         bank.rebind()
         placement.send(bank.parameters.values(), home.device)
     with byte_progress(sum(bank.nbytes for bank in banks), "experts to host memory", config.progress) as bar:
         for bank in banks:
             for module in bank.modules:
-                undo.add(replaced[module].give_back)
-                replaced[module].take()
+                undo.add(taken[module].give_back)
+                taken[module].take()
             bank.rebind()
             undo.add(store.give_back, bank)
             store.adopt(bank, homes.host[bank])
             for module in bank.modules:
-                replaced[module].share(bank)
+                taken[module].share(bank)
             bar.update(bank.nbytes)
     if homes.rest is not None:
         placement.move(homes.rest.device)
@@ -155,7 +155,7 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo)
     for bank, home in homes.host.items():
         for module in bank.modules:
             undo.add(detach, module)
-            attach(module, ExpertPrefetchHook(scheduler, bank, home.device, replaced[module].hook))
+            attach(module, ExpertPrefetchHook(scheduler, bank, home.device))
     handles: list[RemovableHandle] = []
     undo.add(_remove, handles)
     announce(scheduler, min((*banks, *homes.resident), key=lambda bank: bank.index), handles)

@@ -2,14 +2,15 @@
 
 `model.to(device)` walks over every module and would carry the experts along. The guards keep them where they are when
 the move leads to the device that they compute on anyway (`pipeline(model=..., device="cuda")` does that), and refuse any
-other move before a single tensor has been touched.
+other move before a single tensor has been touched. `load_state_dict` writes to host memory, so it waits for the copies that
+a forward has left under way.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from .scheduling.scheduler import PrefetchScheduler
 
 __all__ = ["guard", "unguard"]
 
-_GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__")
+_GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__", "_load_from_state_dict")
 
 
 def guard(model: nn.Module, scheduler: PrefetchScheduler, devices: dict[ExpertBank, torch.device]) -> None:
@@ -31,7 +32,8 @@ def guard(model: nn.Module, scheduler: PrefetchScheduler, devices: dict[ExpertBa
             own = bank_of.get(module)
             move = _stay(module, own, devices[own]) if own else _check_first(module, {bank: devices[bank] for bank in banks})
             # `copy` and `pickle` ask the object, not its type, so these may live on the instance.
-            module.__dict__.update(zip(_GUARDED, (move, scheduler.__deepcopy__, scheduler.__reduce_ex__), strict=True))
+            guards = (move, scheduler.__deepcopy__, scheduler.__reduce_ex__, _settle_first(module, scheduler))
+            module.__dict__.update(zip(_GUARDED, guards, strict=True))
 
 
 def unguard(modules: Iterable[nn.Module]) -> None:
@@ -51,6 +53,18 @@ def _check_first(module: nn.Module, devices: dict[ExpertBank, torch.device]) -> 
         return _unguarded_apply(_alive(inside), function, recurse)
 
     return apply_to_module
+
+
+def _settle_first(module: nn.Module, scheduler: PrefetchScheduler) -> Callable[..., None]:
+    """A `_load_from_state_dict` that does not write over what a copy is still reading."""
+    inside = weakref.ref(module)
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        scheduler.settle()
+        guarded = _alive(inside)
+        type(guarded)._load_from_state_dict(guarded, *args, **kwargs)
+
+    return load
 
 
 def _stay(module: nn.Module, bank: ExpertBank, device: torch.device) -> Callable[..., nn.Module]:

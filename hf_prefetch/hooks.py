@@ -35,14 +35,10 @@ _ACCELERATE = ("_hf_hook", "_old_forward", "forward")
 class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
     """Runs a bank's modules on tensors that the scheduler hands out."""
 
-    def __init__(
-        self, scheduler: PrefetchScheduler, bank: ExpertBank, device: torch.device, replaced: ModelHook | None = None
-    ) -> None:
-        """`replaced`: accelerate's hook that was taken off for this one, if any."""
+    def __init__(self, scheduler: PrefetchScheduler, bank: ExpertBank, device: torch.device) -> None:
         self.scheduler = scheduler
         self.bank = bank
         self.device = device
-        self.replaced = replaced
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Wrap the forward that accelerate has just put aside."""

@@ -15,10 +15,13 @@ from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from torch import nn
 
 from .discovery import ExpertBank
-from .hooks import all_or_nothing, flatten, hook_of, put_on
+from .hooks import all_or_nothing, flatten, put_on
 from .memory.store import send_parameter
 
 __all__ = ["Placement", "TakenHooks", "is_dispatched", "offload_device"]
+
+# Where a module keeps the hook that was taken off it: it still says how the model was dispatched.
+_TAKEN = "_hf_prefetch_taken"
 
 
 class Placement:
@@ -77,9 +80,8 @@ def offload_device(bank: ExpertBank) -> torch.device | None:
 
 
 def _hooks(module: nn.Module) -> list[ModelHook]:
-    """The hooks of a module, those included that were taken off while it is prefetched."""
-    own = hook_of(module)
-    return [*flatten(module.__dict__.get("_hf_hook")), *(flatten(own.replaced) if own is not None else ())]
+    """The hooks of a module, with those that are taken off while it is enabled."""
+    return [*flatten(module.__dict__.get("_hf_hook")), *flatten(module.__dict__.get(_TAKEN))]
 
 
 def _offloads(hook: ModelHook | None) -> TypeGuard[AlignDevicesHook]:
@@ -107,6 +109,7 @@ class TakenHooks:
         """
         if self.hook is None:
             return
+        self.module.__dict__[_TAKEN] = self.hook
         remove_hook_from_module(self.module)
         for offloading in filter(_offloads, flatten(self.hook)):
             for name, parameter in self.module._parameters.items():
@@ -124,6 +127,7 @@ class TakenHooks:
 
     def give_back(self) -> None:
         """Put back what `take` took: the same hook, unless others have changed the module's hooks meanwhile. Idempotent."""
+        self.module.__dict__.pop(_TAKEN, None)
         present = flatten(self.module.__dict__.get("_hf_hook"))
         if self.hook is None or any(map(_offloads, present)):
             return

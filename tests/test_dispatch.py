@@ -159,7 +159,7 @@ def test_no_second_copy_of_the_experts_stays_alive(dispatch: Dispatch, tmp_path:
         enable_expert_prefetch(model, progress=False)
         for bank in model.expert_prefetch.banks:
             (module,) = bank.modules
-            (hook,) = flatten(hook_of(module).replaced)
+            (hook,) = flatten(module.__dict__["_hf_prefetch_taken"])
             assert all(storage(hook.weights_map[name]) == storage(parameter) for name, parameter in bank.parameters.items())
         assert places_of(weights) == 1
         disable_expert_prefetch(model)
@@ -206,6 +206,29 @@ def test_enabling_again_keeps_to_the_dispatch(dispatch: Dispatch, banks: int, tm
     assert torch.equal(logits(model, ids), expected)
     enable_expert_prefetch(model, slots=0)
     assert hooks_of(model) == hooks
+    assert list(offloaded(model)) == away
+    assert torch.equal(logits(model, ids), expected)
+
+
+@ways
+def test_enabling_again_after_some_were_resident(dispatch: Dispatch, banks: int, tmp_path: Path, fake: FakeDevice) -> None:
+    """Those that stayed on the device meanwhile count as offloaded, which they will be without us."""
+    model, ids = build("mixtral"), prompt(GATE)
+    expected = logits(model, ids)
+    dispatch(model, tmp_path)
+    hooks, before, away = hooks_of(model), attributes(model), list(offloaded(model))
+    for _ in range(2):
+        enable_expert_prefetch(model, n_cpu_moe=1, progress=False)
+        assert (model.expert_prefetch.report().banks, model.expert_prefetch.report().resident_banks) == (1, LAYERS - 1)
+        assert torch.equal(logits(model, ids), expected)
+        with pytest.raises(ValueError, match=r"dispatched by accelerate.*leave device= out"):
+            enable_expert_prefetch(model, device="cpu")
+        enable_expert_prefetch(model, progress=False)
+        assert model.expert_prefetch.report().banks == banks
+        assert torch.equal(logits(model, ids), expected)
+    disable_expert_prefetch(model)
+    assert hooks_of(model) == hooks
+    assert attributes(model) == before
     assert list(offloaded(model)) == away
     assert torch.equal(logits(model, ids), expected)
 

@@ -268,7 +268,6 @@ def test_weights_written_in_place_are_used(model: PreTrainedModel) -> None:
     assert torch.equal(actual, logits(model, ids))
 
 
-@pytest.mark.xfail(strict=True, reason="a slot does not know that the weights it was filled from have changed since")
 def test_weights_that_change_after_a_call_that_broke_off_are_used(other_logits: torch.Tensor) -> None:
     """Its lookahead has left banks in slots that nobody asked for, with the bytes from before."""
     ids, wrong = prompt(GATE), []
@@ -746,3 +745,24 @@ def test_without_any_stderr(model: PreTrainedModel, progress: bool | None, monke
     enable_expert_prefetch(model, device=FakeDevice(), progress=progress)
     monkeypatch.undo()
     assert model.expert_prefetch.report().banks == LAYERS
+
+
+@pytest.mark.parametrize("policy", ["lazy", 4])
+def test_loading_weights_waits_for_the_copies_of_the_last_forward(policy: str | int) -> None:
+    """A forward returns before its copies have ended; they must not carry what is loaded afterwards."""
+    device = FakeDevice(policy)
+    model, ids = enabled_on(build("mixtral"), device, 3), prompt(GATE)
+    bank = model.expert_prefetch.banks[2]
+    old = {name: parameter.detach().clone() for name, parameter in bank.parameters.items()}
+    model.expert_prefetch.prefetch(bank)
+    model.load_state_dict(other_weights())
+    tensors = model.expert_prefetch.acquire(bank)
+    device.drain()
+    assert all(torch.equal(tensors[name], bank.parameters[name]) for name in old), "the new weights are used"
+    assert not any(torch.equal(tensors[name], old[name]) for name in old)
+    model.expert_prefetch.release(bank)
+    del tensors
+    assert device.races() == []
+    with device.watching():
+        logits(model, ids)
+    assert device.races() == []

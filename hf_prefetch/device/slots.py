@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from ..layout import BankLayout
-from ..memory.ledger import Ledger, Purpose
 from ..memory.store import StoredBank
 from ..streams import StreamDevice
 from ..timeline import Timeline
@@ -53,6 +52,7 @@ class Slot:
         was_filled: whether the copy stream has written here, so that `ready` may have to be waited for.
         has_rows_only: whether it holds no more than the rows of one call.
         bank: index of the bank whose bytes are here or on their way; None when free.
+        version: of the bank's bytes, see `StoredBank.version`.
     """
 
     buffer: torch.Tensor
@@ -60,6 +60,7 @@ class Slot:
     free: Any
     state: SlotState = SlotState.FREE
     bank: int | None = None
+    version: tuple[int, ...] = ()
     was_filled: bool = False
     has_rows_only: bool = False
     _tensors: dict[BankLayout, dict[str, nn.Parameter]] = field(default_factory=dict)
@@ -87,10 +88,9 @@ class SlotRing:
         timeline: where copies are noted, while somebody records them.
     """
 
-    def __init__(self, device: StreamDevice, slot_nbytes: int, ledger: Ledger) -> None:
+    def __init__(self, device: StreamDevice, slot_nbytes: int) -> None:
         self.device = device
         self.slot_nbytes = slot_nbytes
-        self._ledger = ledger
         self.timeline: Timeline | None = None
         self._slots: list[Slot] = []
         self._step = 0
@@ -102,6 +102,10 @@ class SlotRing:
         """The slot that holds a bank's bytes or has them on their way, if any."""
         return next((slot for slot in self._slots if slot.bank == bank), None)
 
+    def held(self) -> int:
+        """Device memory held, in bytes."""
+        return len(self._slots) * self.slot_nbytes
+
     def grow(self, count: int) -> None:
         """Allocate slots until there are `count`.
 
@@ -112,14 +116,12 @@ class SlotRing:
             slot = Slot(self.device.allocate(self.slot_nbytes), self.device.new_event(), self.device.new_event())
             self.device.record(slot.free, self.device.compute_stream())
             self._slots.append(slot)
-            self._ledger.take(Purpose.SLOTS, self.slot_nbytes)
 
     def shrink(self, count: int) -> None:
         """Free slots until there are `count`, after their last copy and kernel have ended."""
-        self._drain()
+        self.settle()
         while len(self._slots) > count:
             self._slots.pop()
-            self._ledger.give(Purpose.SLOTS, self.slot_nbytes)
 
     def fill(self, stored: StoredBank, keep: Collection[int] = ()) -> bool:
         """Enqueue the copy of a bank into the next slot. Does nothing if the bank is in a slot already.
@@ -138,6 +140,7 @@ class SlotRing:
             return False
         # Until the record below the slot belongs to nobody: an interrupt in between costs this copy and nothing else.
         slot.state, slot.bank, slot.was_filled, slot.has_rows_only = SlotState.FREE, None, True, False
+        slot.version = stored.version
         copy_stream = self.device.copy_stream()
         self.device.wait(copy_stream, slot.free)
         begin = self.device.mark(copy_stream) if self.timeline else None
@@ -147,6 +150,12 @@ class SlotRing:
             self.timeline.add("copy", stored.bank.name, self.device, begin, self.device.mark(copy_stream))
         slot.state, slot.bank = SlotState.FILLED, stored.bank.index
         return True
+
+    def forget_if_changed(self, stored: StoredBank) -> None:
+        """Let go of a bank that was sent ahead, if its weights in host memory have been written to since."""
+        slot = self.slot_of(stored.bank.index)
+        if slot is not None and slot.state is SlotState.FILLED and slot.version != stored.version:
+            slot.state, slot.bank = SlotState.FREE, None
 
     def fill_rows(self, stored: StoredBank, ids: torch.Tensor, counter: RowCounter) -> bool:
         """Hold a slot for a bank and enqueue, on the compute stream, the copy of the rows that `ids` names.
@@ -203,8 +212,11 @@ class SlotRing:
                 return slot
         return None
 
-    def _drain(self) -> None:
-        """Hold the host until nothing reads or writes a slot any more: memory is about to be freed."""
+    def settle(self) -> None:
+        """Hold the host until no copy or kernel uses a slot or reads a bank's host memory any more.
+
+        For when memory is about to be freed, or somebody is about to write to a bank.
+        """
         if not self._slots:
             return
         for slot in self._slots:

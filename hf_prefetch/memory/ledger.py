@@ -1,8 +1,12 @@
-"""Ledger: every byte that was allocated or page-locked, by purpose, and what is still held."""
+"""Ledger: every byte that is allocated or page-locked, by purpose.
+
+Nothing is counted up and down: an interrupt between taking memory and counting it would leave a wrong number for good.
+Whoever holds memory says how much it holds when it is asked.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from enum import Enum
 
 __all__ = ["Ledger", "Purpose"]
@@ -17,25 +21,15 @@ class Purpose(Enum):
 
 
 class Ledger:
-    """Bytes held, by purpose. Whoever allocates calls `take`, whoever frees calls `give`; both know their own sizes."""
+    """Asks all holders of memory what they hold."""
 
     def __init__(self) -> None:
-        self._held: Counter[Purpose] = Counter()
+        self._holders: list[tuple[Purpose, Callable[[], int]]] = []
 
-    def take(self, purpose: Purpose, nbytes: int) -> None:
-        """Note that `nbytes` more are held."""
-        self._held[purpose] += nbytes
-
-    def give(self, purpose: Purpose, nbytes: int) -> None:
-        """Note that `nbytes` were given back.
-
-        Raises:
-            ValueError: more is given back than is held, which means that something was freed twice.
-        """
-        if nbytes > self._held[purpose]:
-            raise ValueError(f"{nbytes} bytes of {purpose.value} given back, but only {self._held[purpose]} are held.")
-        self._held[purpose] -= nbytes
+    def add(self, purpose: Purpose, holds: Callable[[], int]) -> None:
+        """From now on `holds()` bytes are held for `purpose`."""
+        self._holders.append((purpose, holds))
 
     def held(self, purpose: Purpose) -> int:
         """Bytes held now."""
-        return self._held[purpose]
+        return sum(holds() for held_for, holds in self._holders if held_for is purpose)

@@ -8,7 +8,6 @@ import torch
 
 from ..layout import BankLayout
 from ..streams import StreamDevice
-from .ledger import Ledger, Purpose
 
 __all__ = ["Arena"]
 
@@ -25,13 +24,12 @@ class Arena:
     the last copy from it has ended.
     """
 
-    def __init__(self, nbytes: int, ledger: Ledger) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._mapped = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._map = mmap.mmap(-1, self._mapped)
         with torch.inference_mode(False):
             self.block = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
-        self._ledger = ledger
         self._pinned_by: StreamDevice | None = None
 
     @property
@@ -62,12 +60,10 @@ class Arena:
         if self.is_pinned:
             return None
         # Noted first: registering takes long enough to be interrupted, and `unpin` has to know that it may have happened.
-        self._ledger.take(Purpose.PINNED, self.nbytes)
         self._pinned_by = device
         refusal = device.register(self.block.data_ptr(), self._mapped)
         if refusal is not None:
             self._pinned_by = None
-            self._ledger.give(Purpose.PINNED, self.nbytes)
         return refusal
 
     def unpin(self) -> None:
@@ -75,4 +71,3 @@ class Arena:
         if self._pinned_by is not None:
             self._pinned_by.unregister(self.block.data_ptr())
             self._pinned_by = None
-            self._ledger.give(Purpose.PINNED, self.nbytes)

@@ -34,6 +34,11 @@ class StoredBank:
         """Whether the block is page-locked."""
         return self.arena.is_pinned
 
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Changes whenever torch writes to one of the bank's Parameters in place."""
+        return tuple(parameter._version for parameter in self.bank.parameters.values())
+
 
 class HostStore:
     """Moves banks into arenas one at a time, so that never more than one bank exists twice.
@@ -45,6 +50,8 @@ class HostStore:
 
     def __init__(self) -> None:
         self.ledger = Ledger()
+        self.ledger.add(Purpose.BANKS, lambda: sum(stored.bank.nbytes for stored in self._stored.values()))
+        self.ledger.add(Purpose.PINNED, lambda: sum(stored.bank.nbytes for stored in self._stored.values() if stored.is_pinned))
         self.refusals: list[str] = []
         self._stored: dict[int, StoredBank] = {}
 
@@ -69,10 +76,9 @@ class HostStore:
         The Parameters keep their identity; the memory that they had is free as soon as nobody else holds it. Where the
         system refuses to page-lock, the bank stays pageable and the reason is appended to `refusals`.
         """
-        arena = Arena(bank.nbytes, self.ledger)
+        arena = Arena(bank.nbytes)
         views = arena.views(bank.layout)
         origins = {name: parameter.device for name, parameter in bank.parameters.items()}
-        self.ledger.take(Purpose.BANKS, bank.nbytes)
         # From here on `give_back` can undo whatever an error or an interrupt leaves half done.
         self._stored[bank.index] = StoredBank(bank, arena, origins)
         if any(origin.type != "cpu" for origin in origins.values()):
@@ -116,8 +122,7 @@ class HostStore:
 
     def _let_go(self, stored: StoredBank) -> None:
         stored.arena.unpin()
-        if self._stored.pop(stored.bank.index, None) is not None:
-            self.ledger.give(Purpose.BANKS, stored.bank.nbytes)
+        self._stored.pop(stored.bank.index, None)
 
 
 def _send_back(stored: StoredBank) -> None:

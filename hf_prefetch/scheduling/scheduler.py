@@ -83,7 +83,8 @@ class PrefetchScheduler:
         for device in devices.values():
             if device not in lanes:
                 banks = [bank for bank in self.banks if devices[bank] is device]
-                ring = SlotRing(device, max(bank.nbytes for bank in banks), self.store.ledger)
+                ring = SlotRing(device, max(bank.nbytes for bank in banks))
+                self.store.ledger.add(Purpose.SLOTS, ring.held)
                 order = LookaheadOrder([bank.index for bank in banks])
                 lanes[device] = Lane(device, ring, order, device.overlaps)
         return (lanes[device] for device in devices.values())
@@ -182,6 +183,7 @@ class PrefetchScheduler:
 
     def _fill_for_use(self, lane: Lane, bank: ExpertBank, ids: torch.Tensor | None) -> None:
         """Make sure that a bank, or the rows that `ids` names, are in a slot, whatever was expected."""
+        lane.ring.forget_if_changed(self.store[bank])
         self.counters.count_use(bank.index, in_slot=lane.ring.slot_of(bank.index) is not None)
 
         def fill() -> bool:
@@ -267,6 +269,15 @@ class PrefetchScheduler:
         """Set the counters of `report` to zero. What is held in memory stays."""
         with self.lock:
             self.counters = self.counters.zeroed()
+
+    def settle(self) -> None:
+        """Wait until no copy reads the banks' host memory: for whoever writes to it by other means than `load_state_dict`.
+
+        A forward returns before its copies have ended, and what they carry would be a mixture of old and new weights.
+        """
+        with self.lock:
+            for lane in self._lane_of.values():
+                lane.ring.settle()
 
     def stop(self) -> None:
         """Wait for the last copy and kernel, and free the slots. Idempotent; `acquire` raises from here on."""
