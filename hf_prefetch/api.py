@@ -64,7 +64,7 @@ def enable_expert_prefetch(
         disabled first.
 
     Raises:
-        TypeError, ValueError: `model` or an option can't be used; the message says why, and the model is
+        TypeError, ValueError, RuntimeError: `model` or an option can't be used; the message says why, and the model is
             unchanged.
 
     Example:
@@ -99,9 +99,15 @@ def disable_expert_prefetch(model: Model) -> Model:
 
     Raises:
         TypeError: `model` is not a model.
+        RuntimeError: called from inside a forward of the model.
     """
     _check_model(model)
     for scheduler, undo in _enabled(model):
+        if scheduler.is_in_a_call():
+            raise RuntimeError(
+                "Prefetching can't be disabled or enabled anew from inside a forward of the model. Do it when the forward has "
+                "returned."
+            )
         with scheduler.lock:
             undo.run()
     return model
@@ -224,7 +230,7 @@ def _say(scheduler: PrefetchScheduler, found: Discovery, homes: Homes) -> None:
     for home in homes.devices:
         if home.device.type == "cpu" and not home.can_pin:
             _log.warning(
-                "hf_prefetch: there is no accelerator here, so experts are 'sent' from the CPU to the CPU. Everything works "
+                "hf_prefetch: this computes on the CPU, so experts are 'sent' from its memory to its memory. Everything works "
                 "as it would on a GPU; nothing gets faster."
             )
         elif not home.overlaps:

@@ -67,6 +67,9 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                     count = None if ids is None else ids.numel()
                     module._parameters.update(self.scheduler.acquire(self.bank, count, rows))
                     return self._forward(forward, args, kwargs)
+                except BaseException:
+                    self.scheduler.break_off()
+                    raise
                 finally:
                     self._restore(module)
             finally:

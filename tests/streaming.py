@@ -57,6 +57,9 @@ class Streaming:
                 raise ValueError("from inside the forward")
             for tensor in tensors.values():
                 self.device.poison(tensor)
+        except ValueError:
+            self.scheduler.break_off()
+            raise
         finally:
             self.scheduler.release(bank)
 

@@ -22,7 +22,7 @@ COMMAND = [sys.executable, "-m", "hf_prefetch"]
 PROMPT = "And it came to pass in those days, that"
 ON_CPU = ["--device", "cpu"]
 # Logged once where experts travel from the CPU to the CPU.
-STAND_IN = "hf_prefetch: there is no accelerator here"
+STAND_IN = "hf_prefetch: this computes on the CPU"
 
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:

@@ -157,6 +157,12 @@ class SlotRing:
         if slot is not None and slot.state is SlotState.FILLED and slot.version != stored.version:
             slot.state, slot.bank = SlotState.FREE, None
 
+    def forget_what_was_sent_ahead(self) -> None:
+        """Let go of every bank that nobody has asked for: it was sent for a pass that is over."""
+        for slot in self._slots:
+            if slot.state is SlotState.FILLED:
+                slot.state, slot.bank = SlotState.FREE, None
+
     def fill_rows(self, stored: StoredBank, ids: torch.Tensor, counter: RowCounter) -> bool:
         """Hold a slot for a bank and enqueue, on the compute stream, the copy of the rows that `ids` names.
 

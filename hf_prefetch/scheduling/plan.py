@@ -22,11 +22,16 @@ class LookaheadOrder:
         self._last: int | None = None
         self._first: int = banks[0]
 
-    def observe(self, bank: int) -> None:
-        """A bank is being called."""
+    def observe(self, bank: int) -> bool:
+        """A bank is being called. Returns whether this may begin another pass.
+
+        A bank called twice in a row does not say: it may be one call in two parts, or a pass that broke off and begins
+        again. The order that is known stays as it is.
+        """
         if bank == self._last:
-            return
-        if bank in self._seen_in_pass:
+            return True
+        begins = bank in self._seen_in_pass
+        if begins:
             self._seen_in_pass.clear()
             self._first = bank
             if self._last is not None:
@@ -35,6 +40,7 @@ class LookaheadOrder:
             self._successor[self._last] = bank
         self._seen_in_pass.add(bank)
         self._last = bank
+        return begins
 
     def upcoming(self, count: int) -> list[int]:
         """The first `count` banks of a pass that is about to begin."""

@@ -18,7 +18,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -42,12 +42,16 @@ __all__ = ["PrefetchScheduler"]
 
 @dataclass(eq=False)
 class Lane:
-    """What each device has of its own: its slots, and the order of the banks that compute on it."""
+    """What each device has of its own: its slots, and the order of the banks that compute on it.
+
+    `announced` says that the next pass was begun by `begin_pass`, so that what lies in the slots was sent for it.
+    """
 
     device: StreamDevice
     ring: SlotRing
     order: LookaheadOrder
     looks_ahead: bool
+    announced: bool = False
 
 
 class PrefetchScheduler:
@@ -58,10 +62,9 @@ class PrefetchScheduler:
         banks: the model's host-resident banks; `resident` is the number of the others.
         store: where their bytes are in host memory.
         lock: held by a hook from `acquire` to `release`, so that threads that share a model take turns.
-        undo: what `disable_expert_prefetch` does to the model; `finalizer` is what happens if it is deleted instead.
+        finalizer: what happens when the model is deleted without `disable_expert_prefetch`.
     """
 
-    undo: ExitStack
     finalizer: weakref.finalize[..., Any]
 
     def __init__(
@@ -118,7 +121,10 @@ class PrefetchScheduler:
         lane = self._lane_of[bank]
         self._check_usable(lane)
         begin = lane.device.mark(lane.device.compute_stream())
-        lane.order.observe(bank.index)
+        if lane.order.observe(bank.index) and not lane.announced:
+            # Weights may have been written to between two passes, in ways that leave no trace.
+            lane.ring.forget_what_was_sent_ahead()
+        lane.announced = False
         path = choose_path(
             routed_ids,
             bank.num_experts,
@@ -151,7 +157,14 @@ class PrefetchScheduler:
         lane.ring.release(bank.index)
         if bank.index in self._ahead_of_use:
             self._ahead_of_use.discard(bank.index)
-            self._look_ahead(lane, bank, LOOKAHEAD)
+            if not self._closed:
+                self._look_ahead(lane, bank, LOOKAHEAD)
+
+    def break_off(self) -> None:
+        """A forward has raised, so this pass is over, and what was sent ahead for it is of no use."""
+        self._ahead_of_use.clear()
+        for lane in self._lane_of.values():
+            lane.ring.forget_what_was_sent_ahead()
 
     def begin_pass(self, routed_ids: int | None) -> None:
         """A pass has begun and its first layers keep their experts on the device: send what will be needed first.
@@ -161,6 +174,8 @@ class PrefetchScheduler:
         for lane in dict.fromkeys(self._lane_of.values()):
             experts = max(bank.num_experts for bank, other in self._lane_of.items() if other is lane)
             path = choose_path(routed_ids, experts, self.config.lookahead_gate, can_look_ahead=lane.looks_ahead)
+            lane.ring.forget_what_was_sent_ahead()
+            lane.announced = True
             if path is Path.LOOKAHEAD and not lane.device.is_capturing() and self._ready_slots(lane, self.config.slots):
                 upcoming = lane.order.upcoming(LOOKAHEAD)
                 for index in upcoming:
@@ -226,8 +241,8 @@ class PrefetchScheduler:
     def _check_usable(self, lane: Lane) -> None:
         if self._closed:
             raise RuntimeError(
-                "These experts belong to a model whose prefetching has ended: the model that enable_expert_prefetch was "
-                "called on is gone. Keep that object alive while any part of it is used."
+                "These experts belong to a model whose prefetching has ended: another thread has disabled it, or the model "
+                "that enable_expert_prefetch was called on is gone. Keep that object alive while any part of it is used."
             )
         if lane.device.is_capturing():
             raise RuntimeError(
@@ -269,6 +284,11 @@ class PrefetchScheduler:
         """Set the counters of `report` to zero. What is held in memory stays."""
         with self.lock:
             self.counters = self.counters.zeroed()
+
+    def is_in_a_call(self) -> bool:
+        """Whether the calling thread is inside a forward of one of the banks' modules."""
+        # Another thread's forward holds the lock as well, but that one can be waited for.
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
     def settle(self) -> None:
         """Wait until no copy reads the banks' host memory: for whoever writes to it by other means than `load_state_dict`.
