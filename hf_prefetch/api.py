@@ -228,7 +228,7 @@ def _say(scheduler: PrefetchScheduler, found: Discovery, homes: Homes) -> None:
             stacklevel=3,
         )
     for home in homes.devices:
-        if home.device.type == "cpu" and not home.can_pin:
+        if home.device.type == "cpu" and home.overlaps and not home.can_pin:
             _log.warning(
                 "hf_prefetch: this computes on the CPU, so experts are 'sent' from its memory to its memory. Everything works "
                 "as it would on a GPU; nothing gets faster."
