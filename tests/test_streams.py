@@ -6,10 +6,10 @@ import logging
 
 import pytest
 import torch
-from models import build, prompt
 
 from hf_prefetch import enable_expert_prefetch
 from hf_prefetch.streams import AcceleratorDevice, InOrderDevice, default_device, stream_device
+from models import build, prompt
 
 
 class Streamless(InOrderDevice):
