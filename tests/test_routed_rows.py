@@ -122,6 +122,19 @@ def test_acquiring_rows_twice_adds_to_them() -> None:
     streaming.close()
 
 
+def test_acquiring_the_whole_after_some_rows_gives_the_whole() -> None:
+    """A large call of a bank inside a small one."""
+    streaming = Streaming(3, 3, FakeDevice("lazy"))
+    bank = streaming.banks[0]
+    first = streaming.scheduler.acquire(bank, 1, torch.tensor([1]))
+    whole = streaming.scheduler.acquire(bank)
+    assert all(first[name] is whole[name] for name in first)
+    streaming.launch(0, dict(whole))
+    streaming.scheduler.release(bank)
+    del first, whole
+    streaming.close()
+
+
 @pytest.mark.parametrize(
     ("tensor", "expected"),
     [

@@ -133,7 +133,12 @@ class SlotRing:
         Returns:
             Whether the bank is in a slot now, or on its way; False if there was no slot to take.
         """
-        if self.slot_of(stored.bank.index) is not None:
+        slot = self.slot_of(stored.bank.index)
+        if slot is not None:
+            if slot.has_rows_only:
+                # A call that is under way has some of the rows; this one, inside it, wants them all.
+                everything = torch.arange(stored.bank.num_experts, device=self.device.device)
+                send_rows(self.device, stored, slot.buffer, everything, RowCounter())
             return True
         slot = self._next_slot(keep)
         if slot is None:

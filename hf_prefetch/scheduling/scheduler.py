@@ -189,10 +189,9 @@ class PrefetchScheduler:
             self._fill(lane, self.store.bank(index), ahead=True, keep=(bank.index, *expected))
 
     def _fill(self, lane: Lane, bank: ExpertBank, *, ahead: bool, keep: tuple[int, ...] = ()) -> bool:
-        if lane.ring.slot_of(bank.index) is not None:
-            return True
+        already = lane.ring.slot_of(bank.index) is not None
         filled = lane.ring.fill(self.store[bank], keep)
-        if filled:
+        if filled and not already:
             self.counters.count_copy(bank.index, bank.nbytes, ahead=ahead)
         return filled
 
