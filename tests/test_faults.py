@@ -274,13 +274,13 @@ def test_an_interrupt_at_any_line_of_a_call(small: PreTrainedModel) -> None:
     with Interrupt() as trial:
         logits(small, ids)
     assert len(trial.lines) > 200, "the tracer saw too little"
-    failures, missed = [], 0
+    failures, contexts, missed = [], [], 0
     for at in range(1, len(trial.lines) + 1):
         with Interrupt(at) as interrupt:
             try:
                 logits(small, ids)
             except KeyboardInterrupt as error:
-                assert error.__context__ is None, interrupt.lines[-1]
+                contexts.append(error.__context__)
             else:
                 # Which slot a bank is found in, and so how many lines that takes, differs from pass to pass.
                 missed += 1
@@ -291,6 +291,7 @@ def test_an_interrupt_at_any_line_of_a_call(small: PreTrainedModel) -> None:
             failures.append(interrupt.lines[-1])
     assert failures == []
     assert missed < 20
+    assert contexts == [None] * (len(trial.lines) - missed), "it comes through as it is"
     disable_expert_prefetch(small)
     assert torch.equal(logits(small, ids), expected)
 
