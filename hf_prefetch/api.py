@@ -110,7 +110,17 @@ def disable_expert_prefetch(model: Model) -> Model:
             )
         with scheduler.lock:
             undo.run()
+    _free_orphans(model)
     return model
+
+
+def _free_orphans(model: nn.Module) -> None:
+    """Parts of an enabled model that outlive it have hooks whose scheduler has ended: they are of no use to anybody."""
+    orphans = [module for module in model.modules() if (hook := hook_of(module)) is not None and hook.scheduler.has_ended]
+    for module in orphans:
+        detach(module)
+    if orphans:
+        unguard(model.modules())
 
 
 def _enabled(model: nn.Module) -> list[tuple[PrefetchScheduler, Undo]]:
@@ -205,7 +215,7 @@ def _refuse_foreign_hooks(model: nn.Module, homes: Homes) -> None:
     own = [scheduler for scheduler, _ in _enabled(model)]
     for bank in (*homes.host, *homes.resident):
         hooks = filter(None, map(hook_of, bank.modules))
-        if any(hook.scheduler not in own for hook in hooks):
+        if any(hook.scheduler not in own and not hook.scheduler.has_ended for hook in hooks):
             raise ValueError(
                 f"The experts in {bank.name} are already prefetched through another object that holds the same modules. "
                 "Call disable_expert_prefetch on that one first."

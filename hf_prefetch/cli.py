@@ -183,6 +183,8 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None:
         text = prompt
     elif str(prompt_file) == "-":
+        if sys.stdin is None:
+            raise typer.BadParameter("there is no standard input to read the text from")
         text = sys.stdin.read()
     else:
         assert prompt_file is not None
@@ -232,7 +234,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _one_line_errors(command: Callable[[], object]) -> int:
     try:
         result = command()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except (typer.Abort, KeyboardInterrupt):
         result = 130
     except BrokenPipeError:
@@ -245,6 +248,8 @@ def _one_line_errors(command: Callable[[], object]) -> int:
         return _complain(_one_line(error), error.exit_code) if error.format_message() else error.exit_code
     except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
         return _complain(_one_line(error), 1)
+    except Exception as error:  # noqa: BLE001 - libraries have errors of their own, and a user wants none of their frames
+        return _complain(f"{type(error).__name__}: {_one_line(error)}", 1)
     if result == 130:
         return _complain("stopped", 130)
     return result if isinstance(result, int) else 0
@@ -256,7 +261,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _complain(message: str, code: int) -> int:
-    with suppress(BrokenPipeError):
+    with suppress(BrokenPipeError, AttributeError):
         sys.stdout.flush()
     print(f"hf-prefetch: {message}", file=sys.stderr)
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from accelerate.utils import convert_file_size_to_int
@@ -45,8 +46,9 @@ class PrefetchConfig:
             value = getattr(self, name)
             if name == "n_cpu_moe" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}.")
+            object.__setattr__(self, name, operator.index(value))
         if self.slots == 1:
             raise ValueError(
                 "slots=1 makes no sense: the only slot would be refilled while the layer that reads it still "
@@ -76,12 +78,18 @@ class PrefetchConfig:
 
 
 def _size_in_bytes(size: object) -> int:
+    if not isinstance(size, str | bool) and hasattr(size, "__index__"):
+        size = operator.index(size)
+    if isinstance(size, str) and size.strip().isdecimal():
+        size = int(size)
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(f'gpu_memory must be bytes or a size such as "20GiB", got {size!r} of type {type(size).__name__}.')
     try:
         nbytes = int(convert_file_size_to_int(size))
     except ValueError as error:
-        raise ValueError(f'gpu_memory={size!r} is no size: give bytes, or a number with a unit, such as "20GiB".') from error
+        raise ValueError(
+            f'gpu_memory={size!r} is no size: give bytes, or a number with KB, MB, GB, KiB, MiB or GiB, such as "20GiB".'
+        ) from error
     if nbytes <= 0:
         raise ValueError(f"gpu_memory must be more than nothing, got {size!r}.")
     return nbytes

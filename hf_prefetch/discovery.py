@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -103,6 +104,10 @@ def find_banks(model: nn.Module) -> Discovery:
             found.setdefault(tuple(id(parameter) for parameter in stacked.values()), []).append((name, module))
         elif _resembles_experts(name, module, stacked):
             refusals.append(Refusal(name or "(the model itself)", type(module).__name__, reason))
+    holders = Counter(parameter for parameters in found for parameter in parameters)
+    for parameters in [key for key in found if any(holders[parameter] > 1 for parameter in key)]:
+        reason = "it shares some of its weights, but not all, with another experts module"
+        refusals += [Refusal(name, type(module).__name__, reason) for name, module in found.pop(parameters)]
     banks = tuple(_bank(index, holders) for index, holders in enumerate(found.values()))
     if not banks:
         raise ValueError(_nothing_found(model, refusals))

@@ -253,7 +253,12 @@ def stream_device(device: torch.device | str | int | StreamDevice | None) -> Str
     """
     if isinstance(device, StreamDevice):
         return device
-    device = default_device() if device is None else torch.device(device)
+    try:
+        device = default_device() if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device={device!r} is no device of torch: give 'cuda', 'cuda:1', 'xpu', 'cpu' or leave it out."
+        ) from error
     if device.type == "meta":
         raise ValueError("device='meta' holds no data, so nothing can compute there. Name an accelerator or 'cpu'.")
     if device.type == "cpu":

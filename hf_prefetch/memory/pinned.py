@@ -18,16 +18,17 @@ class Arena:
     torch's own pinned allocator rounds a request up to a power of two, which can double a bank, so the pages are
     mapped here and registered with the device. The mapping is *shared* anonymous memory: the pages of a private
     mapping that a device has locked are copied at once in a forked child (a DataLoader's worker, say), and a model's
-    worth of memory with them.
+    worth of memory with them. Memory that is never locked (`shared=False`) is private, so that a forked child that writes
+    there writes to a copy.
 
     The mapping lives as long as any tensor made by `views`; the registration ends in `unpin`, which must come after
     the last copy from it has ended.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, shared: bool = True) -> None:
         self.nbytes = nbytes
         self._mapped = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._map = mmap.mmap(-1, self._mapped)
+        self._map = mmap.mmap(-1, self._mapped) if shared else _private(self._mapped)
         with torch.inference_mode(False):
             self.block = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
         self._pinned_by: StreamDevice | None = None
@@ -71,3 +72,9 @@ class Arena:
         if self._pinned_by is not None:
             self._pinned_by.unregister(self.block.data_ptr())
             self._pinned_by = None
+
+
+def _private(nbytes: int) -> mmap.mmap:
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes)  # where there is no fork, there is nothing to tell apart
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

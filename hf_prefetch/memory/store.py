@@ -37,7 +37,14 @@ class StoredBank:
     @property
     def version(self) -> tuple[int, ...]:
         """Changes whenever torch writes to one of the bank's Parameters in place."""
-        return tuple(parameter._version for parameter in self.bank.parameters.values())
+        return tuple(_version_of(parameter) for parameter in self.bank.parameters.values())
+
+
+def _version_of(parameter: nn.Parameter) -> int:
+    try:
+        return parameter._version
+    except RuntimeError:
+        return 0  # made under inference_mode: such a tensor keeps no count
 
 
 class HostStore:
@@ -76,7 +83,7 @@ class HostStore:
         The Parameters keep their identity; the memory that they had is free as soon as nobody else holds it. Where the
         system refuses to page-lock, the bank stays pageable and the reason is appended to `refusals`.
         """
-        arena = Arena(bank.nbytes)
+        arena = Arena(bank.nbytes, shared=device.can_pin)
         views = arena.views(bank.layout)
         origins = {name: parameter.device for name, parameter in bank.parameters.items()}
         # From here on `give_back` can undo whatever an error or an interrupt leaves half done.

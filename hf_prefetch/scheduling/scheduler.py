@@ -284,6 +284,11 @@ class PrefetchScheduler:
         with self.lock:
             self.counters = self.counters.zeroed()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `stop` was called: by `disable_expert_prefetch`, or because the model is gone."""
+        return self._closed
+
     def is_in_a_call(self) -> bool:
         """Whether the calling thread is inside a forward of one of the banks' modules."""
         # Another thread's forward holds the lock as well, but that one can be waited for.

@@ -1,0 +1,114 @@
+"""What new users ran into; each was wrong once."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
+from hf_prefetch.testing import FakeDevice
+from models import Snapshot, build, experts_of, prompt
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_forked_child_that_writes_weights_keeps_its_hands_off_the_parents(disabled: bool) -> None:
+    """Where nothing is page-locked memory is copied on write, as it would be without the package."""
+    model, ids = build("mixtral"), prompt(20)
+    with torch.no_grad():
+        expected = model(ids).logits
+        enable_expert_prefetch(model, device="cpu")
+        if disabled:
+            disable_expert_prefetch(model)
+        child = os.fork()
+        if child == 0:
+            for module in experts_of(model).values():
+                module.down_proj.zero_()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_model_made_under_inference_mode() -> None:
+    """Its Parameters keep no count of changes."""
+    with torch.inference_mode():
+        model, ids = build("mixtral"), prompt(20)
+        expected = model(ids).logits
+    enable_expert_prefetch(model, device="cpu")
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, expected)
+        assert torch.equal(model(ids).logits, expected)
+    assert model.expert_prefetch.report().lookahead_hits > 0
+
+
+def test_experts_that_share_a_part_of_their_weights_are_left_alone() -> None:
+    """Each would have to be pointed at two places."""
+    model, ids = build("qwen3_moe"), prompt(20)
+    layers = model.model.layers
+    layers[2].mlp.experts.down_proj = layers[1].mlp.experts.down_proj
+    with torch.no_grad():
+        expected = model(ids).logits
+        with pytest.warns(UserWarning, match="shares some of its weights, but not all"):
+            enable_expert_prefetch(model, device="cpu")
+        assert torch.equal(model(ids).logits, expected)
+    assert model.expert_prefetch.report().banks == 5
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_part_whose_model_is_gone_can_be_freed(again: bool) -> None:
+    """Or enabled itself."""
+    model, ids = build("mixtral"), prompt(20)
+    with torch.no_grad():
+        expected = model.model(ids).last_hidden_state
+        enable_expert_prefetch(model, device=FakeDevice())
+        part = model.model
+        del model
+        gc.collect()
+        if again:
+            enable_expert_prefetch(part, device=FakeDevice())
+        else:
+            disable_expert_prefetch(part)
+        assert torch.equal(part(ids).last_hidden_state, expected)
+    disable_expert_prefetch(part)
+    assert not any(hasattr(module, "_hf_hook") or "_apply" in module.__dict__ for module in part.modules())
+
+
+def test_numbers_of_other_libraries_and_sizes_as_digits() -> None:
+    """A number is a number; True and "3" are none."""
+    model = build("mixtral")
+    enable_expert_prefetch(model, slots=numpy.int64(2), n_cpu_moe=numpy.int64(3), device="cpu")
+    report = model.expert_prefetch.report()
+    assert (report.slots, report.banks) == (2, 3)
+    enable_expert_prefetch(model, gpu_memory="1000000000", device="cpu")
+    assert model.expert_prefetch.report().banks == 0
+    with pytest.raises(TypeError, match="slots must be an int"):
+        enable_expert_prefetch(model, slots=3.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gpu", "auto", "", 1.5])
+def test_what_is_no_device_is_named(name: object) -> None:
+    """With what would be one."""
+    model = build("mixtral")
+    before = Snapshot.of(model)
+    with pytest.raises(ValueError, match=r"is no device of torch: give 'cuda'"):
+        enable_expert_prefetch(model, device=name)  # type: ignore[arg-type]
+    before.assert_restored(model)
+
+
+def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
+    """Whatever the library that reads it raises."""
+    model = build("mixtral")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 50)
+    command = [sys.executable, "-m", "hf_prefetch", "generate", str(tmp_path), "--prompt", "a"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
