@@ -87,9 +87,10 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         for name in replaced or self.scheduler.store.strays(self.bank):
             raise RuntimeError(
                 f"{self.bank.name}.{name} was replaced after expert prefetching was enabled (a new Parameter or .data, "
-                "load_state_dict(assign=True), a parametrization, a dispatch), so the device would get the old weights. Call "
-                "disable_expert_prefetch(model), replace it, and enable it again. Writing into it (load_state_dict, copy_) "
-                "works at any time."
+                "load_state_dict(assign=True), a parametrization, a dispatch), or is replaced for this call (PEFT's "
+                "target_parameters, torch.export, functional_call), so the device would get the old weights. Call "
+                "disable_expert_prefetch(model), replace it, and enable it again; what replaces weights for each call can't be "
+                "prefetched. Writing into them (load_state_dict, copy_) works at any time."
             )
 
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
