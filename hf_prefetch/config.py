@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
+from numbers import Integral
 
 from accelerate.utils import convert_file_size_to_int
 
@@ -46,9 +46,9 @@ class PrefetchConfig:
             value = getattr(self, name)
             if name == "n_cpu_moe" and value is None:
                 continue
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
+            if isinstance(value, bool) or not isinstance(value, Integral):
                 raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}.")
-            object.__setattr__(self, name, operator.index(value))
+            object.__setattr__(self, name, int(value))
         if self.slots == 1:
             raise ValueError(
                 "slots=1 makes no sense: the only slot would be refilled while the layer that reads it still "
@@ -78,9 +78,7 @@ class PrefetchConfig:
 
 
 def _size_in_bytes(size: object) -> int:
-    if not isinstance(size, str | bool) and hasattr(size, "__index__"):
-        size = operator.index(size)
-    if isinstance(size, str) and size.strip().isdecimal():
+    if (isinstance(size, Integral) and not isinstance(size, bool)) or (isinstance(size, str) and size.strip().isdecimal()):
         size = int(size)
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(f'gpu_memory must be bytes or a size such as "20GiB", got {size!r} of type {type(size).__name__}.')

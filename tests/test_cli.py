@@ -147,7 +147,7 @@ GENERATE = ["generate", "demo", "--prompt", "x"]
         pytest.param([*GENERATE, "--gpu-memory", "1KiB", *ON_CPU], 1, "Give at least", id="too little memory"),
         pytest.param([*GENERATE, "--n-cpu-moe", "-1"], 2, "'--n-cpu-moe': n_cpu_moe counts layers", id="fewer than no layers"),
         pytest.param([*GENERATE, "--n-cpu-moe", "1", "--gpu-memory", "1GiB"], 2, "give one of them", id="both"),
-        pytest.param([*GENERATE, "--device", "banana"], 2, "'--device': 'banana' is no device", id="no device"),
+        pytest.param([*GENERATE, "--device", "banana"], 2, "'--device': device='banana' is no device", id="no device"),
         pytest.param([*GENERATE, "--device", "xpu:9"], 2, "sees no such device here", id="a device that is not here"),
         pytest.param([*GENERATE, "--max-new-tokens", "0"], 2, "--max-new-tokens", id="no tokens"),
         pytest.param(["generate", "./nowhere", "--prompt", "x"], 1, "no such folder, and no model", id="no folder"),
