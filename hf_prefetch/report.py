@@ -64,8 +64,11 @@ class Report:
         of_calls = f"of {self.lookahead_calls:,} calls of many tokens (prefill)"
         pinned = f"{self.pinned_bytes / self.host_bytes:.0%} of it page-locked" if self.host_bytes else "nothing held"
         copies = f"{self.copies:,} whole banks ({self.unused_copies:,} unused) and single experts"
+        ahead = "looks ahead" if self.looks_ahead else "does not look ahead: plain copies"
+        if not self.devices:
+            ahead = "nothing to prefetch: all experts stay on the device"
         return [
-            ("device", ", ".join(self.devices), "looks ahead" if self.looks_ahead else "does not look ahead: plain copies"),
+            ("device", ", ".join(self.devices) or "-", ahead),
             ("expert banks", f"{self.banks:,}", f"in host memory, {self.resident_banks:,} more stay on the device"),
             ("slots", f"{self.slots}", f"{_size(self.device_bytes)} on the device"),
             ("host memory", _size(self.host_bytes), pinned),
