@@ -9,36 +9,13 @@ from collections.abc import Collection
 import pytest
 import torch
 
+from fake_programs import kinds, slot_of, upload
 from hf_prefetch.streams import StreamDevice
 from hf_prefetch.testing import DeadlockError, FakeDevice, FakeEvent, Seeded
 
 torch.set_num_threads(1)
 
 POLICIES = ["eager", "lazy", *range(8)]
-
-
-def kinds(device: FakeDevice) -> set[str]:
-    return {race.kind for race in device.races()}
-
-
-def slot_of(device: FakeDevice, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return device.allocate(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
-
-
-def after_allocation(device: FakeDevice) -> None:
-    """Make the copy stream wait for what was allocated on the compute stream."""
-    event = device.new_event()
-    device.record(event, device.compute_stream())
-    device.wait(device.copy_stream(), event)
-
-
-def upload(device: FakeDevice, slot: torch.Tensor, source: torch.Tensor) -> FakeEvent:
-    """A copy with everything around it that it needs; the event still has to be waited for."""
-    after_allocation(device)
-    device.copy(device.copy_stream(), slot, source)
-    ready = device.new_event()
-    device.record(ready, device.copy_stream())
-    return ready
 
 
 # -- a ring of slots: the program that this is all for -------------------------------------------------------------
