@@ -101,9 +101,10 @@ def _by_name(checks: list[Json]) -> list[tuple[str, list[Json]]]:
 def _check_line(name: str, group: list[Json]) -> str:
     """One line for all checks of a name: that of the one that is furthest on the wrong side of its bound."""
     sign = 1 if group[0]["relation"] == "<=" else -1
-    worst = max(group, key=lambda check: sign * (float(check["value"]) - float(check["bound"])))
+    # What has missed its bound comes before what nobody judges.
+    worst = max(group, key=lambda c: (c["pass"] is False, sign * (float(c["value"]) - float(c["bound"]))))
     missed = "MISSED" if worst.get("aim") else "FAIL"
-    verdict = "n/a" if worst["pass"] is None else "PASS" if all(check["pass"] for check in group) else missed
+    verdict = missed if worst["pass"] is False else "n/a" if worst["pass"] is None else "PASS"
     if worst["relation"] == "is":
         held = sum(check["value"] for check in group)
         value, bound = f"{held} of {len(group)}", "all"

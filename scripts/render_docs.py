@@ -201,9 +201,9 @@ def _check_lines(checks: list[Json]) -> list[str]:
 
 def _check_row(group: list[Json]) -> list[str]:
     sign = 1 if group[0]["relation"] == "<=" else -1
-    worst = max(group, key=lambda check: sign * (float(check["value"]) - float(check["bound"])))
-    verdicts = [check["pass"] for check in group]
-    passed = "-" if None in verdicts else f"{verdicts.count(True)} of {len(group)}"
+    worst = max(group, key=lambda c: (c["pass"] is False, sign * (float(c["value"]) - float(c["bound"]))))
+    judged = [check["pass"] for check in group if check["pass"] is not None]
+    passed = f"{judged.count(True)} of {len(judged)}" if judged else "-"
     if worst["relation"] == "is":
         return [worst["name"], "yes" if worst["value"] else "**no**", "yes", "" if worst["value"] else _where(worst), passed]
     value = f"{worst['value']:.3f}"

@@ -182,7 +182,7 @@ def test_a_forward_of_unknown_kind_gets_whole_banks(device: torch.device) -> Non
         experts = model.model.layers[1].mlp.experts
         original = experts.forward
         experts.forward = lambda *args, **kwargs: original(*args, **kwargs)
-        enable_expert_prefetch(model)
+        enable_expert_prefetch(model, device=device)
         assert torch.equal(model(ids).logits, expected)
     report = model.expert_prefetch.report()
     assert (report.calls, report.routed_calls, report.copies) == (5, 4, 1)
