@@ -41,6 +41,7 @@ def enable_expert_prefetch(
     device: Device | None = None,
     n_cpu_moe: int | None = None,
     gpu_memory: int | str | None = None,
+    expert_cache: int | str | float | None = None,
     progress: bool | None = None,
 ) -> Model:
     """Keep a model's experts in host memory and send each layer's to the device ahead of use.
@@ -57,6 +58,8 @@ def enable_expert_prefetch(
         n_cpu_moe: keep the experts of the first `n_cpu_moe` layers in host memory and those of the others on the device.
         gpu_memory: device memory for weights, in bytes or as "20GiB": what is not an expert, the slots, and the experts of as
             many layers as then fit. Leave room beside it for the KV cache and activations.
+        expert_cache: device memory in which the experts that decoding uses stay from token to token, in bytes or as "4GiB", or
+            as a share of `gpu_memory` such as 0.5, of whose budget it is a part. None is no cache.
         progress: show a progress bar while weights are moved; None shows one in terminals and notebooks.
 
     Returns:
@@ -74,7 +77,9 @@ def enable_expert_prefetch(
         >>> model.expert_prefetch.report().slots
         3
     """
-    config = PrefetchConfig(slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, progress=progress)
+    config = PrefetchConfig(
+        slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, expert_cache=expert_cache, progress=progress
+    )
     _check_model(model)
     if config.slots == 0:
         return disable_expert_prefetch(model)
@@ -178,9 +183,15 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo)
     undo.add(unguard, weakref.WeakSet(model.modules()))
     guard(model, scheduler, {bank: home.device for bank, home in homes.host.items()})
     scheduler.finalizer = weakref.finalize(model, _end, scheduler, weakref.ref(model), os.getpid())
-    undo.add(scheduler.finalizer.detach)
+    undo.add(_detach, scheduler)
     model.__dict__.update({"expert_prefetch": scheduler, _UNDO: undo})
     return scheduler
+
+
+def _detach(scheduler: PrefetchScheduler) -> None:
+    """What is left to do at the model's end: nothing, unless graphs still know the memory."""
+    if not scheduler.is_leased:
+        scheduler.finalizer.detach()
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -26,6 +26,9 @@ class PrefetchConfig:
         gpu_memory: device memory for weights (slots, resident experts and everything that is not an expert), in bytes or
             as "20GiB": as many layers as fit keep their experts on the device; None: no layer does. What a run needs
             besides, such as the KV cache, comes on top. At most one of the two can be given.
+        expert_cache: device memory in which the experts that decoding uses stay from token to token, in bytes or as "4GiB", or
+            as a share of `gpu_memory` such as 0.5; None: no cache. With `gpu_memory` it is part of that budget. Allocated when
+            it is first used. A token's experts must fit; half of all experts is a good size.
         lookahead_gate: a call takes the lookahead path from this many routed ids per expert on. Below it most
             experts are unlikely to be needed soon enough for a whole-bank copy to pay.
         progress: show a progress bar while weights are moved; None shows one only where somebody would see it.
@@ -38,6 +41,7 @@ class PrefetchConfig:
     slots: int = DEFAULT_SLOTS
     n_cpu_moe: int | None = None
     gpu_memory: int | str | None = None
+    expert_cache: int | str | float | None = None
     lookahead_gate: int = 2
     progress: bool | None = None
 
@@ -67,7 +71,20 @@ class PrefetchConfig:
         if self.n_cpu_moe is not None and self.gpu_memory is not None:
             raise ValueError("n_cpu_moe and gpu_memory both decide what stays on the device; give one of them.")
         if self.gpu_memory is not None:
-            object.__setattr__(self, "gpu_memory", _size_in_bytes(self.gpu_memory))
+            object.__setattr__(self, "gpu_memory", _size_in_bytes(self.gpu_memory, "gpu_memory"))
+        if isinstance(self.expert_cache, float):
+            if not 0 < self.expert_cache < 1 or self.gpu_memory is None:
+                raise ValueError(
+                    f"expert_cache={self.expert_cache!r} is a share of gpu_memory: it must lie between 0 and 1, and gpu_memory "
+                    'must be given. Sizes are bytes or texts such as "4GiB".'
+                )
+        elif self.expert_cache is not None:
+            object.__setattr__(self, "expert_cache", _size_in_bytes(self.expert_cache, "expert_cache", least=0))
+        if self.cache_budget and self.device_budget is not None and self.cache_budget >= self.device_budget:
+            raise ValueError(
+                f"expert_cache ({self.cache_budget / 2**20:,.0f} MiB) is part of gpu_memory "
+                f"({self.device_budget / 2**20:,.0f} MiB) and must be smaller."
+            )
         if self.progress is not None and not isinstance(self.progress, bool):
             raise TypeError(f"progress must be True, False or None, got {self.progress!r}.")
 
@@ -76,18 +93,25 @@ class PrefetchConfig:
         """`gpu_memory` in bytes."""
         return self.gpu_memory if isinstance(self.gpu_memory, int) else None
 
+    @property
+    def cache_budget(self) -> int:
+        """`expert_cache` in bytes, 0 for none."""
+        if isinstance(self.expert_cache, float):
+            return int(self.expert_cache * (self.device_budget or 0))
+        return self.expert_cache if isinstance(self.expert_cache, int) else 0
 
-def _size_in_bytes(size: object) -> int:
+
+def _size_in_bytes(size: object, name: str, least: int = 1) -> int:
     if (isinstance(size, Integral) and not isinstance(size, bool)) or (isinstance(size, str) and size.strip().isdecimal()):
         size = int(size)
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f'gpu_memory must be bytes or a size such as "20GiB", got {size!r} of type {type(size).__name__}.')
+        raise TypeError(f'{name} must be bytes or a size such as "20GiB", got {size!r} of type {type(size).__name__}.')
     try:
         nbytes = int(convert_file_size_to_int(size))
     except ValueError as error:
         raise ValueError(
-            f'gpu_memory={size!r} is no size: give bytes, or a number with KB, MB, GB, KiB, MiB or GiB, such as "20GiB".'
+            f'{name}={size!r} is no size: give bytes, or a number with KB, MB, GB, KiB, MiB or GiB, such as "20GiB".'
         ) from error
-    if nbytes <= 0:
-        raise ValueError(f"gpu_memory must be more than nothing, got {size!r}.")
+    if nbytes < least:
+        raise ValueError(f"{name} must be more than nothing, got {size!r}.")
     return nbytes

@@ -18,7 +18,7 @@ from torch import nn
 
 from .layout import BankLayout, is_dense
 
-__all__ = ["Discovery", "ExpertBank", "Refusal", "find_banks", "reads_only_routed_rows"]
+__all__ = ["Discovery", "ExpertBank", "Refusal", "find_banks", "reads_only_routed_rows", "takes_other_ids"]
 
 _SPARSE = ("eager", "batched_mm", "grouped_mm")
 
@@ -67,6 +67,15 @@ class ExpertBank:
         name, position = self.ids_argument
         ids = args[position] if len(args) > position else kwargs.get(name)
         return ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None
+
+    def with_ids(
+        self, args: tuple[object, ...], kwargs: dict[str, object], ids: torch.Tensor
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """The arguments of a call with other expert ids."""
+        name, position = self.ids_argument
+        if len(args) > position:
+            return (*args[:position], ids, *args[position + 1 :]), kwargs
+        return args, kwargs | {name: ids}
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,14 @@ def reads_only_routed_rows(module: nn.Module, forward: Callable[..., object]) ->
     own = getattr(forward, "__func__", None) is type(module).forward
     decorated = hasattr(module, "has_gate") and hasattr(module, "is_transposed")
     return own and decorated and getattr(getattr(module, "config", None), "_experts_implementation", None) in _SPARSE
+
+
+def takes_other_ids(module: nn.Module) -> bool:
+    """Whether a module that reads only routed rows gives the same bits when its experts are numbered otherwise.
+
+    `eager` adds up the experts' outputs in the order of their ids; the others do so in the order in which a token lists them.
+    """
+    return "num_experts" in module.__dict__ and getattr(module.config, "_experts_implementation", None) != "eager"
 
 
 def _bank(index: int, holders: list[tuple[str, nn.Module]]) -> ExpertBank:

@@ -56,7 +56,7 @@ def choose_homes(model: nn.Module, banks: tuple[ExpertBank, ...], device: Device
     if config.n_cpu_moe is not None:
         host = {banks[index] for index in first_banks(config.n_cpu_moe, len(banks))}
     elif config.device_budget is not None:
-        host = _within_budget(model, homes, config.device_budget, config.slots, dispatched)
+        host = _within_budget(model, homes, config.device_budget, config.cache_budget, config.slots, dispatched)
     else:
         # Of a dispatched model only what was sent away from its device is ours to bring there.
         host = offloaded or set(banks)
@@ -88,9 +88,9 @@ def _devices(
 
 
 def _within_budget(
-    model: nn.Module, homes: dict[ExpertBank, StreamDevice], budget: int, slots: int, dispatched: bool
+    model: nn.Module, homes: dict[ExpertBank, StreamDevice], budget: int, cache: int, slots: int, dispatched: bool
 ) -> set[ExpertBank]:
-    """The banks that don't fit into `budget` bytes of each device beside the slots and what is not an expert."""
+    """The banks that don't fit into `budget` bytes of each device beside the slots, the cache and what is not an expert."""
     experts = {id(parameter) for bank in homes for parameter in bank.parameters.values()}
     rest = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in experts}
     host: set[ExpertBank] = set()
@@ -102,9 +102,12 @@ def _within_budget(
         )
         banks = [bank for bank, place in homes.items() if place is home]
         try:
-            chosen = choose_host_banks([bank.nbytes for bank in banks], budget - dense, slots)
+            sizes = [bank.nbytes for bank in banks]
+            # Where all of them fit there is nothing to cache.
+            left = budget - dense if sum(sizes) <= budget - dense else budget - dense - cache
+            chosen = choose_host_banks(sizes, left, slots)
         except NoRoomError as error:
-            least = dense + slots * max(bank.nbytes for bank in banks)
+            least = dense + cache + slots * max(bank.nbytes for bank in banks)
             raise ValueError(
                 f"gpu_memory={budget / 2**20:,.0f} MiB is too little on {home.name}: {dense / 2**20:,.0f} MiB of it go to what "
                 f"is not an expert, {error}. Give at least {least / 2**20:,.0f} MiB, or take fewer slots."

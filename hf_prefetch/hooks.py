@@ -20,7 +20,8 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .discovery import ExpertBank, reads_only_routed_rows
+from .discovery import ExpertBank, reads_only_routed_rows, takes_other_ids
+from .ops import register
 from .scheduling.scheduler import PrefetchScheduler
 
 __all__ = ["ExpertPrefetchHook", "all_or_nothing", "announce", "attach", "detach", "flatten", "hook_of", "put_on"]
@@ -28,6 +29,10 @@ __all__ = ["ExpertPrefetchHook", "all_or_nothing", "announce", "attach", "detach
 # Set on a wrapped forward: what it wraps, and for whom.
 _ORIGINAL = "_hf_prefetch_original"
 _OWNER = "_hf_prefetch_owner"
+_WHY_UNTRACED = (
+    "prefetched experts enter compiled code as one operator only in calls without gradients (use torch.no_grad()), with hidden "
+    "states, expert ids and weights as positional arguments"
+)
 # What accelerate keeps on a module that has a hook.
 _ACCELERATE = ("_hf_hook", "_old_forward", "forward")
 
@@ -43,7 +48,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Wrap the forward that accelerate has just put aside."""
         original: Callable[..., Any] = module.__dict__["_old_forward"]
-        wrapped = _opaque(functools.wraps(original)(functools.partial(self._run, module, original)))
+        wrapped = _traceable(self, module, original)
         setattr(wrapped, _ORIGINAL, original)
         setattr(wrapped, _OWNER, self)
         module.__dict__["_old_forward"] = wrapped
@@ -55,30 +60,47 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         module.__dict__["_old_forward"] = getattr(wrapped, _ORIGINAL, wrapped)
         return module
 
-    def _run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a bank's module: its own forward, on tensors of the device."""
         if args and isinstance(args[0], torch.Tensor) and args[0].device != self.device:
             args, kwargs = send_to_device(args, self.device), send_to_device(kwargs, self.device)
         with self.scheduler.lock:
             self._check_weights(module)
             try:
-                try:
-                    ids = self.bank.ids(args, kwargs)
-                    rows = ids if reads_only_routed_rows(module, forward) else None
-                    count = None if ids is None else ids.numel()
-                    module._parameters.update(self.scheduler.acquire(self.bank, count, rows))
-                    return self._forward(forward, args, kwargs)
-                except BaseException:
-                    self.scheduler.break_off()
+                return self._attempt(module, forward, args, kwargs)
+            except torch.OutOfMemoryError:
+                # Nothing outside the module has changed, so it can be called again.
+                if not self.scheduler.give_up_cache(self.bank):
                     raise
-                finally:
-                    self._restore(module)
+            return self._attempt(module, forward, args, kwargs)
+
+    def _attempt(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            try:
+                ids = self.bank.ids(args, kwargs)
+                rows = ids if reads_only_routed_rows(module, forward) else None
+                count = None if ids is None else ids.numel()
+                remaps = rows is not None and takes_other_ids(module)
+                handout = self.scheduler.acquire(self.bank, count, rows, remaps=remaps)
+                if handout.ids is not None:
+                    args, kwargs = self.bank.with_ids(args, kwargs, handout.ids)
+                    module.__dict__["num_experts"] = handout.rows
+                module._parameters.update(handout.tensors)
+                return self._forward(forward, args, kwargs)
+            except BaseException:
+                self.scheduler.break_off()
+                raise
             finally:
-                # Once more, for an interrupt that came before or in the middle of the one above (invariant 4).
                 self._restore(module)
+        finally:
+            # Once more, for an interrupt that came before or in the middle of the one above (invariant 4).
+            self._restore(module)
 
     def _restore(self, module: nn.Module) -> None:
         """Point the module at the host again and let the slot go. Idempotent."""
         module._parameters.update(self.bank.parameters)
+        if "num_experts" in module.__dict__:
+            module.__dict__["num_experts"] = self.bank.num_experts
         self.scheduler.release(self.bank)
 
     def _check_weights(self, module: nn.Module) -> None:
@@ -127,6 +149,45 @@ class _RefuseBackward(torch.autograd.Function):
         )
 
 
+def _traceable(hook: ExpertPrefetchHook, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward that takes the original's place. In compiled code it is one operator, see `ops`."""
+    run = functools.wraps(original)(functools.partial(hook.run, module, original))
+    untraced, device = _opaque(run), hook.device
+    compiled = _Compiled(hook, run)
+    number = register(compiled)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and _fits_operator(args, kwargs, device):
+            implementation = str(getattr(getattr(module, "config", None), "_experts_implementation", None))
+            autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+            return torch.ops.hf_prefetch.experts(*args, number, implementation, autocast)
+        return untraced(*args, **kwargs)
+
+    # The table of operators holds it weakly.
+    forward._hf_prefetch_compiled = compiled  # type: ignore[attr-defined]
+    return forward
+
+
+class _Compiled:
+    """What the operator runs."""
+
+    def __init__(self, hook: ExpertPrefetchHook, run: Callable[..., Any]) -> None:
+        self._hook = hook
+        self._run = run
+
+    def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        with self._hook.scheduler.in_compiled_code():
+            return self._run(hidden, ids, weights)  # type: ignore[no-any-return]
+
+
+def _fits_operator(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:
+    """Whether a call is the usual one: hidden states, ids and weights, without gradients. Others break the graph."""
+    if len(args) != 3 or kwargs or torch.is_grad_enabled():
+        return False
+    return all(isinstance(value, torch.Tensor) and value.device == device for value in args)
+
+
 def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Dynamo from tracing the hook: it must run at each call, and host weights must not enter a compiled graph.
 
@@ -145,6 +206,7 @@ def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
 
     # A traced caller stops here; what is below must not be traced as a function of its own either, hence the above.
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = _WHY_UNTRACED  # type: ignore[attr-defined]
     return call
 
 
@@ -156,12 +218,18 @@ def announce(scheduler: PrefetchScheduler, first: ExpertBank, handles: list[Remo
     if not scheduler.banks or first in scheduler.banks:
         return
 
-    def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @_opaque
+    def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with scheduler.lock:
             ids = first.ids(args, kwargs)
             scheduler.begin_pass(None if ids is None else ids.numel())
 
-    handles.extend(module.register_forward_pre_hook(_opaque(begins), with_kwargs=True) for module in first.modules)
+    def begins_untraced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Compiled code goes without: it costs the first layers some time, and a break of the graph would cost more.
+        if not torch.compiler.is_compiling():
+            begins(args, kwargs)
+
+    handles.extend(module.register_forward_pre_hook(begins_untraced, with_kwargs=True) for module in first.modules)
 
 
 def attach(module: nn.Module, hook: ExpertPrefetchHook) -> None:

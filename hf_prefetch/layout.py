@@ -7,7 +7,7 @@ module's parameters have (invariant 5 of the design).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,6 +50,28 @@ class BankLayout:
             specs.append(TensorSpec(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, offset, nbytes))
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return cls(tuple(specs), offset)
+
+    def with_rows(self, rows: int) -> BankLayout:
+        """The same tensors with `rows` rows each. A row must be one run of bytes in every tensor, see `has_rows`."""
+        specs, offset = [], 0
+        for spec in self.specs:
+            nbytes = spec.nbytes // spec.shape[0] * rows
+            specs.append(replace(spec, shape=(rows, *spec.shape[1:]), offset=offset, nbytes=nbytes))
+            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return BankLayout(tuple(specs), offset)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether each expert's weights are one run of whole 8-byte words in every tensor."""
+        return all(
+            spec.shape[0] * spec.stride[0] * spec.dtype.itemsize == spec.nbytes and spec.nbytes // spec.shape[0] % 8 == 0
+            for spec in self.specs
+        )
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one expert in all tensors."""
+        return sum(spec.nbytes // spec.shape[0] for spec in self.specs)
 
     def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
         """Every tensor inside `block`, by name."""

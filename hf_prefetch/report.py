@@ -27,15 +27,17 @@ class Report:
         calls: calls of experts modules.
         lookahead_calls: those big enough for whole banks to be copied ahead.
         routed_calls: those small enough for only the experts in use to be copied.
+        cached_calls: those that found their experts in the row caches, or brought them there.
         lookahead_hits: calls whose bank had been sent before it was asked for.
         copies: whole banks sent to the device.
         routed_rows: single experts sent to the device.
+        cache_hits: single experts that calls needed and found in the row caches.
         bytes_to_device: the bytes of both.
         unused_copies: banks that were sent ahead and never asked for.
         stall_seconds: time that the device stood still, waiting for experts.
         fallbacks: failures after which a slower way was taken. Choices between ways don't count.
         looks_ahead: whether banks can be sent ahead at all.
-        device_bytes: device memory held for slots.
+        device_bytes: device memory held for slots, and `cache_bytes` for row caches.
         host_bytes: host memory held for banks, and `pinned_bytes` the page-locked part of it.
     """
 
@@ -46,25 +48,38 @@ class Report:
     calls: int
     lookahead_calls: int
     routed_calls: int
+    cached_calls: int
     lookahead_hits: int
     copies: int
     unused_copies: int
     routed_rows: int
+    cache_hits: int
     bytes_to_device: int
     stall_seconds: float
     fallbacks: int
     looks_ahead: bool
     device_bytes: int
+    cache_bytes: int
     host_bytes: int
     pinned_bytes: int
 
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of single experts that were in the row caches when a call needed them; None if none was needed."""
+        needed = self.cache_hits + self.routed_rows
+        return self.cache_hits / needed if needed else None
+
     def rows(self) -> list[tuple[str, str, str]]:
         """What the table shows: name, value, and what it means."""
-        plain = self.calls - self.lookahead_calls - self.routed_calls
+        plain = self.calls - self.lookahead_calls - self.routed_calls - self.cached_calls
         of_calls = f"of {self.lookahead_calls:,} calls of many tokens (prefill)"
         pinned = f"{self.pinned_bytes / self.host_bytes:.0%} of it page-locked" if self.host_bytes else "nothing held"
         copies = f"{self.copies:,} whole banks ({self.unused_copies:,} unused) and single experts"
         ahead = "looks ahead" if self.looks_ahead else "does not look ahead: plain copies"
+        cached = "no row cache: expert_cache= gives one"
+        if self.cache_bytes or self.cached_calls:
+            cached = f"whose experts stay on the device: {_size(self.cache_bytes)} of caches"
+        rate = "" if self.hit_rate is None else f", {self.hit_rate:.0%} of those needed were there"
         if not self.devices:
             ahead = "nothing to prefetch: all experts stay on the device"
         return [
@@ -73,7 +88,9 @@ class Report:
             ("slots", f"{self.slots}", f"{_size(self.device_bytes)} on the device"),
             ("host memory", _size(self.host_bytes), pinned),
             ("lookahead hits", f"{self.lookahead_hits:,}", of_calls),
-            ("routed calls", f"{self.routed_calls:,}", f"of few tokens (decode), which sent {self.routed_rows:,} experts"),
+            ("routed calls", f"{self.routed_calls:,}", "of few tokens (decode), which sent the experts that they use"),
+            ("cached calls", f"{self.cached_calls:,}", cached),
+            ("single experts", f"{self.routed_rows:,}", f"sent for routed and cached calls{rate}"),
             ("plain calls", f"{plain:,}", "whose whole bank was sent when it was needed"),
             ("sent to device", _size(self.bytes_to_device), copies),
             ("stall", f"{self.stall_seconds:.3f} s", "in which the device stood waiting for experts"),
@@ -105,19 +122,24 @@ class Counters:
     calls: int = 0
     lookahead_calls: int = 0
     routed_calls: int = 0
+    cached_calls: int = 0
     lookahead_hits: int = 0
     copies: int = 0
     bytes_to_device: int = 0
     fallbacks: int = 0
+    shrunk: bool = False
     _stalled: float = 0.0
     _sent_ahead: set[int] = field(default_factory=set)
     _unused: int = 0
     _rows: dict[int, tuple[int, RowCounter]] = field(default_factory=dict)
     _marks: deque[tuple[StreamDevice, Any, Any]] = field(default_factory=deque)
 
-    def zeroed(self) -> Counters:
-        """New counters, which know what was sent ahead before them."""
-        return Counters(_sent_ahead=self._sent_ahead)
+    def reset(self) -> None:
+        """Begin at zero, but for what was sent ahead and not used yet."""
+        fresh = Counters(shrunk=self.shrunk, _sent_ahead=self._sent_ahead, _rows=self._rows)
+        for _, counter in self._rows.values():
+            counter.reset()
+        self.__dict__.update(fresh.__dict__)
 
     def count_copy(self, bank: int, nbytes: int, *, ahead: bool) -> None:
         """A bank was sent, ahead of use or because it is needed now."""
@@ -139,11 +161,13 @@ class Counters:
         return self._rows.setdefault(bank, (row_nbytes, RowCounter()))[1]
 
     def count_call(self, path: str, device: StreamDevice, begin: Any, end: Any) -> None:
-        """A call of an experts module took a path; between the two marks its stream could only wait for experts."""
+        """A call of an experts module took a path; between the two marks, if any, its stream could only wait for experts."""
         self.calls += 1
         self.lookahead_calls += path == "lookahead"
         self.routed_calls += path == "routed"
-        self._marks.append((device, begin, end))
+        self.cached_calls += path == "cached"
+        if begin is not None:
+            self._marks.append((device, begin, end))
         if len(self._marks) > _UNREAD_MARKS:
             self._read_marks()
 
@@ -159,7 +183,7 @@ class Counters:
     def report(self, **state: Any) -> Report:
         """The counters so far, and the state of the scheduler given by name, as one value."""
         self._read_marks()
-        rows = [(nbytes, counter.total()) for nbytes, counter in self._rows.values()]
+        rows = [(nbytes, *counter.totals()) for nbytes, counter in self._rows.values()]
         return Report(
             calls=self.calls,
             lookahead_calls=self.lookahead_calls,
@@ -167,8 +191,10 @@ class Counters:
             lookahead_hits=self.lookahead_hits,
             copies=self.copies,
             unused_copies=self._unused,
-            routed_rows=sum(count for _, count in rows),
-            bytes_to_device=self.bytes_to_device + sum(nbytes * count for nbytes, count in rows),
+            cached_calls=self.cached_calls,
+            routed_rows=sum(sent for _, _, sent in rows),
+            cache_hits=sum(needed - sent for _, needed, sent in rows),
+            bytes_to_device=self.bytes_to_device + sum(nbytes * sent for nbytes, _, sent in rows),
             stall_seconds=self._stalled,
             fallbacks=self.fallbacks,
             **state,

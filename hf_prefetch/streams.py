@@ -87,6 +87,10 @@ class StreamDevice(ABC):
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def room(self) -> int | None:
+        """Bytes that can still be allocated on the device by this process, or None where nobody knows."""
+        return None
+
     @abstractmethod
     def register(self, address: int, nbytes: int) -> str | None:
         """Page-lock host memory for fast copies. Returns None on success, else why the system refused."""
@@ -156,6 +160,14 @@ class AcceleratorDevice(StreamDevice):
 
     def elapsed(self, begin: torch.Event, end: torch.Event) -> float | None:
         return begin.elapsed_time(end) / 1000.0 if end.query() else None
+
+    def room(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device)
+        allowed = torch.cuda.get_per_process_memory_fraction(self.device) * total - held
+        return held - torch.cuda.memory_allocated(self.device) + max(min(free, int(allowed)), 0)
 
     def register(self, address: int, nbytes: int) -> str | None:
         if not self.can_pin:

@@ -35,7 +35,7 @@ class Streaming:
     the bank's bytes. Before a slot is released it is poisoned on the compute stream, so nobody may live off leftovers.
     """
 
-    def __init__(self, banks: int, slots: int, device: FakeDevice, *, widths: Iterable[int] = ()) -> None:
+    def __init__(self, banks: int, slots: int, device: FakeDevice, *, widths: Iterable[int] = (), cached_rows: int = 0) -> None:
         self.device = device
         sizes = [*widths, *[8] * banks][:banks]
         self.model = nn.ModuleList(Experts(index + 1, width) for index, width in enumerate(sizes))
@@ -43,7 +43,9 @@ class Streaming:
         self.store = HostStore()
         for bank in self.banks:
             self.store.adopt(bank, device)
-        self.scheduler = PrefetchScheduler(PrefetchConfig(slots=slots), self.store, dict.fromkeys(self.banks, device))
+        budget = cached_rows * sum(bank.layout.row_nbytes for bank in self.banks)
+        config = PrefetchConfig(slots=slots, expert_cache=budget)
+        self.scheduler = PrefetchScheduler(config, self.store, dict.fromkeys(self.banks, device))
         self.uses = 0
         self.wrong: list[str] = []
 
@@ -51,7 +53,7 @@ class Streaming:
         """One call of an experts module, as its hook makes it."""
         bank = self.banks[index]
         try:
-            tensors = self.scheduler.acquire(bank, routed_ids)
+            tensors = self.scheduler.acquire(bank, routed_ids).tensors
             self.launch(index, dict(tensors))
             if fails:
                 raise ValueError("from inside the forward")
@@ -67,11 +69,22 @@ class Streaming:
         """One small call that reads nothing but some experts."""
         bank = self.banks[index]
         try:
-            tensors = self.scheduler.acquire(bank, FEW, torch.tensor(rows))
+            tensors = self.scheduler.acquire(bank, FEW, torch.tensor(rows)).tensors
             kept = {name: tensor[row] for name, tensor in tensors.items() for row in rows}
             self.launch(index, kept)  # type: ignore[arg-type]
             for tensor in tensors.values():
                 self.device.poison(tensor)
+        finally:
+            self.scheduler.release(bank)
+
+    def use_cached(self, index: int, experts: list[int]) -> None:
+        """One small call of a forward that can be given other ids."""
+        bank = self.banks[index]
+        try:
+            handout = self.scheduler.acquire(bank, FEW, torch.tensor(experts), remaps=True)
+            assert handout.ids is not None, "the cache has room"
+            kept = {name: tensor[row] for name, tensor in handout.tensors.items() for row in handout.ids.tolist()}
+            self.launch(index, kept)  # type: ignore[arg-type]
         finally:
             self.scheduler.release(bank)
 

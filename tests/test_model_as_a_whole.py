@@ -756,7 +756,7 @@ def test_loading_weights_waits_for_the_copies_of_the_last_forward(policy: str | 
     old = {name: parameter.detach().clone() for name, parameter in bank.parameters.items()}
     model.expert_prefetch.prefetch(bank)
     model.load_state_dict(other_weights())
-    tensors = model.expert_prefetch.acquire(bank)
+    tensors = model.expert_prefetch.acquire(bank).tensors
     device.drain()
     assert all(torch.equal(tensors[name], bank.parameters[name]) for name in old), "the new weights are used"
     assert not any(torch.equal(tensors[name], old[name]) for name in old)

@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 
 import hf_prefetch
-from hf_prefetch.device import slots
+from hf_prefetch.device import cache, slots
 from hf_prefetch.testing import FakeDevice, FakeEvent, FakeStream
+from hf_prefetch.testing.watcher import Watcher
 from streaming import FEW, MANY, Streaming
 
+MUTATED = "mutated_module"
 ORDERING = {"wait", "record", "synchronize"}
 
 
@@ -34,21 +36,22 @@ def _is_ordering(node: ast.AST) -> bool:
     )
 
 
-SOURCE = inspect.getsource(slots)
-LINES = [node.lineno for node in ast.walk(ast.parse(SOURCE)) if _is_ordering(node)]
+ORIGINALS = {"slots": slots, "cache": cache}
+SOURCES = {name: inspect.getsource(module) for name, module in ORIGINALS.items()}
+LINES = [(name, node.lineno) for name, source in SOURCES.items() for node in ast.walk(ast.parse(source)) if _is_ordering(node)]
 
 
-def without(line: int | None) -> types.ModuleType:
-    """The module of slots, with the ordering statement of one line taken out."""
+def without(name: str, line: int | None) -> types.ModuleType:
+    """A module of `device`, with the ordering statement of one line taken out."""
 
     class Remove(ast.NodeTransformer):
         def visit_Expr(self, node: ast.Expr) -> ast.stmt:
             return ast.copy_location(ast.Pass(), node) if _is_ordering(node) and node.lineno == line else node
 
-    module = types.ModuleType("mutated_slots")
+    module = types.ModuleType(MUTATED)
     module.__package__ = slots.__package__
-    sys.modules["mutated_slots"] = module
-    exec(compile(Remove().visit(ast.parse(SOURCE)), f"slots without line {line}", "exec"), module.__dict__)
+    sys.modules[MUTATED] = module
+    exec(compile(Remove().visit(ast.parse(SOURCES[name])), f"{name} without line {line}", "exec"), module.__dict__)
     return module
 
 
@@ -102,42 +105,71 @@ def suite() -> None:
         streaming = Streaming(5, slot_count, device)
         streaming.run(range(5))
         with device.use(device.stream("side")):
-            streaming.launch(1, dict(streaming.scheduler.acquire(streaming.banks[1], MANY)))
+            streaming.launch(1, dict(streaming.scheduler.acquire(streaming.banks[1], MANY).tensors))
             streaming.close()
+        # Caches are used on one stream and then on another, filled from slots and read into slots, and forgotten. What
+        # is done to their tables is torch's operators.
+        device = FakeDevice(policy)
+        streaming = Streaming(2, slot_count, device, cached_rows=1)
+        side = device.stream("side")
+        with Watcher(device):
+            for expert in (0, 1):
+                streaming.use_cached(0, [expert])
+                with device.use(side):
+                    streaming.use_cached(0, [1 - expert])
+            streaming.scheduler.settle()
+            with device.use(side):
+                streaming.use_cached(0, [0])
+            streaming.scheduler.settle()
+            with device.use(side):
+                streaming.use_rows(0, [0, 1])
+            streaming.check()
+        # A cache is freed while a kernel of another stream reads it, after which nothing else was enqueued.
+        device = FakeDevice(policy)
+        streaming = Streaming(2, slot_count, device, cached_rows=1)
+        with device.use(device.stream("side")):
+            streaming.use_cached(0, [0])
+        streaming.close()
 
 
 @pytest.fixture(name="scheduler_with")
 def _scheduler_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    def use(module: types.ModuleType) -> None:
-        monkeypatch.setattr("hf_prefetch.scheduling.scheduler.SlotRing", module.SlotRing)
+    def use(name: str, line: int | None) -> None:
+        module = without(name, line)
+        kind = {"slots": "SlotRing", "cache": "RowCaches"}[name]
+        monkeypatch.setattr(f"hf_prefetch.scheduling.lane.{kind}", getattr(module, kind))
 
     yield use
-    sys.modules.pop("mutated_slots", None)
+    sys.modules.pop(MUTATED, None)
 
 
-def test_the_suite_passes_on_the_module_as_it_is(scheduler_with) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_the_suite_passes_on_the_module_as_it_is(name: str, scheduler_with) -> None:  # type: ignore[no-untyped-def]
     """The control: what fails below fails because of the line that is missing."""
-    scheduler_with(without(None))
+    scheduler_with(name, None)
     suite()
 
 
 def test_there_are_lines_to_remove() -> None:
-    """Four orderings and the ones of closing; fewer means that this test looks in the wrong place."""
-    assert len(LINES) >= 7
+    """Orderings of slots and of caches, and those of closing; fewer means that this test looks in the wrong place."""
+    assert [name for name, _ in LINES].count("slots") >= 7
+    assert [name for name, _ in LINES].count("cache") >= 5
 
 
-@pytest.mark.parametrize("line", LINES, ids=[f"{line}:{SOURCE.splitlines()[line - 1].strip()}" for line in LINES])
-def test_a_missing_ordering_is_noticed(line: int, scheduler_with) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("name", "line"), LINES, ids=[f"{name}:{line}:{SOURCES[name].splitlines()[line - 1].strip()}" for name, line in LINES]
+)
+def test_a_missing_ordering_is_noticed(name: str, line: int, scheduler_with) -> None:  # type: ignore[no-untyped-def]
     """By a wrong byte, by the race checker, or by memory that was freed too early."""
-    scheduler_with(without(line))
+    scheduler_with(name, line)
     with pytest.raises(AssertionError):
         suite()
 
 
-def test_ordering_lives_in_one_file() -> None:
+def test_ordering_lives_in_two_files() -> None:
     """No other file of the package waits, records or synchronises, so nothing escapes the test above."""
     # The benchmark and the timeline read a clock of the device, which orders nothing.
-    elsewhere = {"streams.py", "device/slots.py", "bench.py", "timeline.py"}
+    elsewhere = {"streams.py", "device/slots.py", "device/cache.py", "bench.py", "timeline.py"}
     root = Path(hf_prefetch.__file__).parent
     for path in root.rglob("*.py"):
         name = path.relative_to(root).as_posix()

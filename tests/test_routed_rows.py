@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_prefetch import enable_expert_prefetch
-from hf_prefetch.device.rows import has_rows
 from hf_prefetch.layout import BankLayout
 from hf_prefetch.scheduling.policy import Path, choose_path
 from hf_prefetch.testing import FakeDevice
@@ -22,7 +21,7 @@ from streaming import Streaming
 # What the kernel has to do, on whatever device it runs: rows of several tensors, ids that repeat or name no row.
 KERNEL_CHECK = """
 import sys, torch
-from hf_prefetch.device.kernels import gather_rows
+from hf_prefetch.device.kernels import gather_rows, list_experts
 from hf_prefetch.layout import BankLayout
 device = torch.device(sys.argv[1])
 generator = torch.Generator().manual_seed(0)
@@ -34,10 +33,12 @@ for rows, ids in [(5, [3]), (5, [0, 4, 4, 0]), (8, [[7, 1], [1, 2], [9, 3]]), (2
     if device.type == "cuda":
         source = source.pin_memory()
     slot = torch.full((layout.nbytes,), 255, dtype=torch.uint8, device=device)
-    sent = torch.zeros(1, dtype=torch.int64, device=device)
-    gather_rows(layout, rows, torch.tensor(ids, device=device), source, slot, sent)
+    totals = torch.zeros(2, dtype=torch.int64, device=device)
+    found = list_experts(torch.tensor(ids, device=device), rows, None, totals)
+    places = [(spec.nbytes // rows // 8, spec.offset // 8, 0) for spec in layout.specs]
+    gather_rows(torch.tensor(places, device=device), found, source, slot, slot, to_rows=False)
     wanted = {row for row in torch.tensor(ids).flatten().tolist() if 0 <= row < rows}
-    assert sent.item() == len(wanted), (sent, wanted)
+    assert totals.tolist() == [len(wanted), len(wanted)], (totals, wanted)
     for name, there in layout.views(slot.cpu()).items():
         here = layout.views(source)[name]
         for row in range(rows):
@@ -113,8 +114,8 @@ def test_acquiring_rows_twice_adds_to_them() -> None:
     """Idempotent, and the second call's experts are there as well."""
     streaming = Streaming(3, 3, FakeDevice("lazy"))
     bank = streaming.banks[0]
-    first = streaming.scheduler.acquire(bank, 1, torch.tensor([0]))
-    again = streaming.scheduler.acquire(bank, 1, torch.tensor([1]))
+    first = streaming.scheduler.acquire(bank, 1, torch.tensor([0])).tensors
+    again = streaming.scheduler.acquire(bank, 1, torch.tensor([1])).tensors
     assert all(first[name] is again[name] for name in first)
     streaming.launch(0, dict(again))
     streaming.scheduler.release(bank)
@@ -126,8 +127,8 @@ def test_acquiring_the_whole_after_some_rows_gives_the_whole() -> None:
     """A large call of a bank inside a small one."""
     streaming = Streaming(3, 3, FakeDevice("lazy"))
     bank = streaming.banks[0]
-    first = streaming.scheduler.acquire(bank, 1, torch.tensor([1]))
-    whole = streaming.scheduler.acquire(bank)
+    first = streaming.scheduler.acquire(bank, 1, torch.tensor([1])).tensors
+    whole = streaming.scheduler.acquire(bank).tensors
     assert all(first[name] is whole[name] for name in first)
     streaming.launch(0, dict(whole))
     streaming.scheduler.release(bank)
@@ -146,7 +147,7 @@ def test_acquiring_the_whole_after_some_rows_gives_the_whole() -> None:
 )
 def test_rows_are_runs_of_whole_words(tensor: torch.Tensor, expected: bool) -> None:
     """Otherwise a bank travels as a whole only."""
-    assert has_rows(BankLayout.of([("weight", tensor)])) is expected
+    assert BankLayout.of([("weight", tensor)]).has_rows is expected
 
 
 def test_a_small_call_takes_the_routed_path() -> None:

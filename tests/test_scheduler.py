@@ -23,7 +23,7 @@ def test_every_small_case_reads_the_right_bytes(
     slots: int, device_policy: str | int, lookahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Banks 1 to 8, three passes: also where the number of banks is no multiple of the slots."""
-    monkeypatch.setattr("hf_prefetch.scheduling.scheduler.LOOKAHEAD", lookahead)
+    monkeypatch.setattr("hf_prefetch.scheduling.lane.LOOKAHEAD", lookahead)
     monkeypatch.setattr(policy, "LOOKAHEAD", lookahead)
     for banks in range(1, 9):
         streaming = Streaming(banks, slots, FakeDevice(device_policy))
@@ -160,8 +160,8 @@ def test_the_verbs_are_idempotent() -> None:
     assert streaming.scheduler.prefetch(bank)
     assert streaming.scheduler.prefetch(bank)
     assert streaming.scheduler.report().copies == 1
-    first = streaming.scheduler.acquire(bank, FEW)
-    again = streaming.scheduler.acquire(bank, FEW)
+    first = streaming.scheduler.acquire(bank, FEW).tensors
+    again = streaming.scheduler.acquire(bank, FEW).tensors
     assert all(first[name] is again[name] for name in first)
     assert streaming.scheduler.report().copies == 1
     streaming.launch(2, dict(first))
@@ -209,7 +209,7 @@ def test_a_bank_called_within_another_one_gets_a_slot_of_its_own() -> None:
     streaming = Streaming(5, 2, FakeDevice("lazy"))
     scheduler, banks = streaming.scheduler, streaming.banks
     for index in range(4):
-        streaming.launch(index, dict(scheduler.acquire(banks[index], MANY)))
+        streaming.launch(index, dict(scheduler.acquire(banks[index], MANY).tensors))
     for index in range(4):
         scheduler.release(banks[index])
     streaming.run(range(5))
@@ -287,7 +287,7 @@ def test_closing_waits_for_what_is_under_way() -> None:
     streaming.use(0)
     with device.use(device.stream("side")):
         streaming.use(1)
-    streaming.launch(2, dict(streaming.scheduler.acquire(streaming.banks[2], MANY)))
+    streaming.launch(2, dict(streaming.scheduler.acquire(streaming.banks[2], MANY).tensors))
     streaming.close()
     streaming.scheduler.close()
     with pytest.raises(RuntimeError, match="prefetching has ended"):

@@ -1,4 +1,9 @@
-"""Triton kernels. Imported only where they run; the same work is done by `device/rows.py` with copies elsewhere."""
+"""Triton kernels. Imported only where they run; `device/rows.py` and `device/table.py` do the same work elsewhere.
+
+[Note: one program holds the table]
+`_assign` and `_list_experts` are one program each. What a program looks up it has read before it wrote anything, so no look-up
+depends on a store of the same launch: within a launch nothing orders them.
+"""
 
 from __future__ import annotations
 
@@ -6,62 +11,207 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import BankLayout
+from .table import SMALLEST, Assignment, RowTable
 
-__all__ = ["gather_rows"]
+__all__ = ["assign_rows", "gather_rows", "list_experts"]
 
 # Words of 8 bytes keep the link busy; 16 programs a row saturate it, and more do no harm.
 _WORDS = 1024
 _PROGRAMS = 16
+_SMALLEST = tl.constexpr(SMALLEST)
+# Columns that the one-program kernels compare at once.
+_CHUNK = 32
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _needs(ids, count, experts, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 for each of `experts` that is among the ids."""
+    needed = tl.zeros_like(experts)
+    for start in range(0, count, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        some = tl.load(ids + place, mask=place < count, other=-1).to(tl.int32)
+        needed = tl.maximum(needed, tl.max((some[None, :] == experts[:, None]).to(tl.int32), axis=1))
+    return needed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_of(expert_of, rows, experts, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row of each of `experts`, -1 for none."""
+    found = tl.zeros_like(experts) - 1
+    for start in range(0, rows, CHUNK):
+        row = start + tl.arange(0, CHUNK)
+        owner = tl.load(expert_of + row, mask=row < rows, other=-1)
+        here = owner[None, :] == experts[:, None]
+        found = tl.maximum(found, tl.max(tl.where(here, row[None, :], -1), axis=1))
+    return found
+
+
+@triton.jit
+def _scores(scores, needed, experts, total, decay):  # type: ignore[no-untyped-def]
+    """The scores of `experts` after this call. Adding comes first, so that nothing can be fused into one rounding."""
+    score = (tl.load(scores + experts, mask=experts < total, other=0.0) + needed.to(tl.float32)) * decay
+    return tl.where(score < _SMALLEST, 0.0, score)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _assign(  # type: ignore[no-untyped-def]
+    ids, new_ids, fetched, to_rows, counts, totals, expert_of, scores, number, total, rows, decay,
+    PADDED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One call of `RowTable.assign`."""
+    experts = tl.arange(0, PADDED)
+    needed = _needs(ids, number, experts, CHUNK) * (experts < total).to(tl.int32)
+    row = _row_of(expert_of, rows, experts, CHUNK)
+    score = _scores(scores, needed, experts, total, decay)
+    missed = ((needed == 1) & (row < 0)).to(tl.int32)
+    rank = tl.cumsum(missed, axis=0) - 1
+    count = tl.sum(missed, axis=0)
+    full = tl.sum((row >= 0).to(tl.int32), axis=0)
+    spare = (row >= 0) & (needed == 0)
+    # The m-th missed expert takes the m-th empty row, and then the row of the expert that is m-th to be given up.
+    taken = tl.where(rank < rows - full, full + rank, -1)
+    wanted = rank - (rows - full)
+    for start in range(0, PADDED, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        other_needed = _needs(ids, number, other, CHUNK)
+        other_row = _row_of(expert_of, rows, other, CHUNK)
+        other_score = _scores(scores, other_needed, other, total, decay)
+        other_spare = (other_row >= 0) & (other_needed == 0)
+        before = (score[:, None] < other_score[None, :]) | (
+            (score[:, None] == other_score[None, :]) & (row[:, None] < other_row[None, :])
+        )
+        position = tl.sum((before & spare[:, None]).to(tl.int32), axis=0)
+        match = other_spare[None, :] & (position[None, :] == wanted[:, None])
+        taken = tl.maximum(taken, tl.max(tl.where(match, other_row[None, :], -1), axis=1))
+    row = tl.where(missed == 1, taken, row)
+    for start in range(0, number, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        inside = place < number
+        some = tl.load(ids + place, mask=inside, other=-1).to(tl.int32)
+        here = some[:, None] == experts[None, :]
+        found = tl.max(tl.where(here, row[None, :], -1), axis=1)
+        # Ids beyond the last expert are an expert-parallel model's way of saying "not here".
+        beyond = (some < 0) | (some >= total)
+        tl.store(new_ids + place, tl.where(beyond, rows, found).to(tl.int64), mask=inside)
+    # Other threads of this program may still be reading what is written from here on.
+    tl.debug_barrier()
+    tl.store(scores + experts, score, mask=experts < total)
+    tl.store(expert_of + row, experts, mask=missed == 1)
+    tl.store(fetched + rank, experts.to(tl.int64), mask=missed == 1)
+    tl.store(to_rows + rank, row.to(tl.int64), mask=missed == 1)
+    tl.store(counts, count.to(tl.int64))
+    # Of all calls: the experts that were needed, and those that had to be fetched.
+    tl.atomic_add(totals, tl.sum(needed, axis=0).to(tl.int64))
+    tl.atomic_add(totals + 1, count.to(tl.int64))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _list(  # type: ignore[no-untyped-def]
+    ids, fetched, from_rows, counts, totals, expert_of, number, total, rows, PADDED: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The distinct experts among the ids in ascending order, and the row of a cache where each of them is, or -1."""
+    experts = tl.arange(0, PADDED)
+    needed = _needs(ids, number, experts, CHUNK) * (experts < total).to(tl.int32)
+    row = _row_of(expert_of, rows, experts, CHUNK)
+    rank = tl.cumsum(needed, axis=0) - 1
+    count = tl.sum(needed, axis=0)
+    tl.store(fetched + rank, experts.to(tl.int64), mask=needed == 1)
+    tl.store(from_rows + rank, row.to(tl.int64), mask=needed == 1)
+    tl.store(counts, count.to(tl.int64))
+    tl.atomic_add(totals, count.to(tl.int64))
+    tl.atomic_add(totals + 1, tl.sum(needed * (row < 0).to(tl.int32), axis=0).to(tl.int64))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather(  # type: ignore[no-untyped-def]
-    ids, sent, source, destination, rows, words, offset, PADDED: tl.constexpr, WORDS: tl.constexpr, COUNTS: tl.constexpr
+    experts, rows, count, host, cached, destination, tensors, TO_ROWS: tl.constexpr, WORDS: tl.constexpr
 ):
-    """Copy the row that `ids[program 0]` names, unless an earlier id names it too; program 1 is a part of the row."""
+    """Copy a part of one tensor of one expert: program 0 is the expert's place in the list, 1 the part, 2 the tensor."""
     position = tl.program_id(0)
-    part = tl.program_id(1)
-    row = tl.load(ids + position)
-    before = tl.arange(0, PADDED)
-    earlier = tl.load(ids + before, mask=before < position, other=-1)
-    again = tl.sum((earlier == row).to(tl.int32), axis=0)
-    # Ids beyond the last row are an expert-parallel model's way of saying "not here".
-    if (again == 0) & (row >= 0) & (row < rows):
-        first = offset + row.to(tl.int64) * words
-        for start in range(part * WORDS, words, tl.num_programs(1) * WORDS):
+    if position < tl.load(count):
+        expert = tl.load(experts + position)
+        row = tl.load(rows + position)
+        tensor = tensors + tl.program_id(2) * 3
+        words = tl.load(tensor)
+        whole, some = tl.load(tensor + 1), tl.load(tensor + 2)
+        first = whole + expert * words
+        in_cache = some + row * words
+        for start in range(tl.program_id(1) * WORDS, words, tl.num_programs(1) * WORDS):
             word = start + tl.arange(0, WORDS)
             inside = word < words
-            tl.store(destination + first + word, tl.load(source + first + word, mask=inside), mask=inside)
-        if COUNTS:  # noqa: SIM102 - one is decided when the kernel is compiled, the other when it runs
-            if part == 0:
-                tl.atomic_add(sent, 1)
+            if TO_ROWS:
+                tl.store(destination + in_cache + word, tl.load(host + first + word, mask=inside), mask=inside)
+            elif row < 0:
+                tl.store(destination + first + word, tl.load(host + first + word, mask=inside), mask=inside)
+            else:
+                tl.store(destination + first + word, tl.load(cached + in_cache + word, mask=inside), mask=inside)
+
+
+def assign_rows(table: RowTable, ids: torch.Tensor, totals: torch.Tensor) -> Assignment:
+    """`RowTable.assign` in one launch on the current stream.
+
+    Args:
+        table: on a GPU.
+        ids: int64 on the same device, in any shape.
+        totals: int64 (2,) to which the number of experts that are needed and of those that are missed is added.
+    """
+    flat = ids.reshape(-1)
+    new_ids = torch.empty_like(flat)
+    size = min(flat.numel(), table.rows, table.experts)
+    lists = torch.empty(2 * size + 1, dtype=torch.int64, device=ids.device)
+    fetched, to_rows, count = lists[:size], lists[size : 2 * size], lists[2 * size :]
+    _assign[(1,)](
+        flat, new_ids, fetched, to_rows, count, totals, table.expert_of, table.scores, flat.numel(), table.experts,
+        table.rows, table.decay, PADDED=_padded(table.experts), CHUNK=_CHUNK, num_warps=8,
+    )  # fmt: skip
+    return Assignment(new_ids.view(ids.shape), fetched, to_rows, count)
+
+
+def list_experts(ids: torch.Tensor, experts: int, table: RowTable | None, totals: torch.Tensor) -> Assignment:
+    """The distinct experts among `ids`, each with its row in a cache or -1; the ids stay as they are.
+
+    Args:
+        ids: int64 on a GPU, in any shape.
+        experts: how many there are.
+        table: of the bank's cache, if it has one.
+        totals: as above.
+    """
+    flat = ids.reshape(-1)
+    size = min(flat.numel(), experts)
+    lists = torch.empty(2 * size + 1, dtype=torch.int64, device=ids.device)
+    fetched, rows, count = lists[:size], lists[size : 2 * size], lists[2 * size :]
+    _list[(1,)](
+        flat, fetched, rows, count, totals, lists if table is None else table.expert_of, flat.numel(), experts,
+        0 if table is None else table.rows, PADDED=_padded(experts), CHUNK=_CHUNK, num_warps=8,
+    )  # fmt: skip
+    return Assignment(ids, fetched, rows, count)
 
 
 def gather_rows(
-    layout: BankLayout, rows: int, ids: torch.Tensor, source: torch.Tensor, destination: torch.Tensor, sent: torch.Tensor
+    tensors: torch.Tensor,
+    found: Assignment,
+    host: torch.Tensor,
+    cached: torch.Tensor,
+    destination: torch.Tensor,
+    *,
+    to_rows: bool,
 ) -> None:
-    """Copy the rows that `ids` names from page-locked host memory to the same places in a slot, on the current stream.
+    """Copy the rows of a list of experts on the current stream.
 
     Args:
-        layout: of both blocks; every tensor in it has `rows` rows of whole 8-byte words.
-        ids: expert ids on the device, in any shape; an id may come more than once.
-        source: the bank's block in page-locked host memory, which the kernel reads itself.
-        destination: the slot's buffer.
-        sent: an int64 on the device to which the number of distinct rows is added.
+        tensors: made by `tensor_table`.
+        found: the list.
+        host: the bank's block in page-locked host memory, which the kernel reads itself.
+        cached: the cache's block on the device.
+        destination: with `to_rows` the cache, which gets each expert from host memory into its row; otherwise a slot, which
+            gets each at its own place, out of the cache where it has a row there.
+        to_rows: see above.
     """
-    flat = ids.reshape(-1)
-    count = flat.numel()
-    for number, spec in enumerate(layout.specs):
-        _gather[(count, _PROGRAMS)](
-            flat,
-            sent,
-            source.view(torch.int64),
-            destination.view(torch.int64),
-            rows,
-            spec.nbytes // rows // 8,
-            spec.offset // 8,
-            PADDED=triton.next_power_of_2(max(count, 2)),
-            WORDS=_WORDS,
-            COUNTS=number == 0,
-        )
+    _gather[(found.experts.numel(), _PROGRAMS, tensors.shape[0])](
+        found.experts, found.rows, found.count, host.view(torch.int64), cached.view(torch.int64), destination.view(torch.int64),
+        tensors, TO_ROWS=to_rows, WORDS=_WORDS,
+    )  # fmt: skip
+
+
+def _padded(experts: int) -> int:
+    return max(1 << (experts - 1).bit_length(), _CHUNK)

@@ -1,4 +1,4 @@
-"""Routed rows: from host memory into a slot go only the experts that a call uses.
+"""RowSender: single experts, from host memory into a slot or a cache.
 
 Where a kernel can read page-locked memory itself nothing is decided on the host, so nothing waits for the router. Elsewhere
 the host asks which experts were routed and enqueues a copy for each: slower, with the same bytes in the same places.
@@ -11,60 +11,154 @@ from functools import cache
 
 import torch
 
-from ..layout import BankLayout
+from ..layout import BankLayout, TensorSpec
 from ..memory.store import StoredBank
 from ..streams import StreamDevice
+from .table import Assignment, RowTable
 
-__all__ = ["RowCounter", "has_rows", "send_rows"]
-
-
-def has_rows(layout: BankLayout) -> bool:
-    """Whether each expert's weights are one run of whole 8-byte words in every tensor of a bank."""
-    return all(
-        spec.shape[0] * spec.stride[0] * spec.dtype.itemsize == spec.nbytes and spec.nbytes // spec.shape[0] % 8 == 0
-        for spec in layout.specs
-    )
+__all__ = ["RowCounter", "RowSender"]
 
 
 class RowCounter:
-    """How many rows were sent; counted on the device where only the device knows."""
+    """How many experts calls have needed, and how many of these were sent; counted on the device where only it knows."""
 
     def __init__(self) -> None:
-        self._on_host = 0
+        self._needed = self._sent = 0
         self._on_device: torch.Tensor | None = None
 
-    def add(self, rows: int) -> None:
+    def add(self, needed: int, sent: int) -> None:
         """The host has sent some."""
-        self._on_host += rows
+        self._needed += needed
+        self._sent += sent
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """An int64 to which kernels add what they send."""
+        """int64 (2,): needed and sent, to which kernels add. It stays the same tensor: a CUDA graph may know its address."""
         if self._on_device is None:
             with torch.inference_mode(False):
-                self._on_device = torch.zeros(1, dtype=torch.int64, device=device)
+                self._on_device = torch.zeros(2, dtype=torch.int64, device=device)
         return self._on_device
 
-    def total(self) -> int:
-        """All rows so far. Waits for the device."""
-        return self._on_host + (int(self._on_device.item()) if self._on_device is not None else 0)
+    def reset(self) -> None:
+        """Begin at zero."""
+        self._needed = self._sent = 0
+        if self._on_device is not None:
+            self._on_device.zero_()
+
+    def totals(self) -> tuple[int, int]:
+        """Experts needed and sent so far. Waits for the device."""
+        needed, sent = self._on_device.tolist() if self._on_device is not None else (0, 0)
+        return self._needed + int(needed), self._sent + int(sent)
 
 
-def send_rows(device: StreamDevice, stored: StoredBank, buffer: torch.Tensor, ids: torch.Tensor, counter: RowCounter) -> None:
-    """Enqueue, on the compute stream, the copy of the rows that `ids` names to their own places in a slot's buffer."""
-    rows, layout = stored.bank.num_experts, stored.bank.layout
-    if ids.device.type == "cuda" and stored.is_pinned and _triton_is_there():
-        from .kernels import gather_rows
+class RowSender:
+    """Enqueues, on the compute stream, copies of single experts."""
 
-        gather_rows(layout, rows, ids, stored.block, buffer[: stored.bank.nbytes], counter.tensor(ids.device))
-        return
-    stream = device.compute_stream()
-    chosen = sorted({row for row in ids.reshape(-1).tolist() if 0 <= row < rows})
-    for row in chosen:
-        for spec in layout.specs:
-            size = spec.nbytes // rows
-            place = slice(spec.offset + row * size, spec.offset + (row + 1) * size)
-            device.copy(stream, buffer[place], stored.block[place])
-    counter.add(len(chosen))
+    def __init__(self, device: StreamDevice) -> None:
+        self.device = device
+        self._tensors: dict[tuple[BankLayout, BankLayout], torch.Tensor] = {}
+
+    def has_kernels(self, stored: StoredBank) -> bool:
+        """Whether kernels do the work, so that nothing is decided on the host."""
+        return self.device.device.type == "cuda" and stored.is_pinned and _triton_is_there()
+
+    def send_to_slot(
+        self,
+        stored: StoredBank,
+        slot: torch.Tensor,
+        ids: torch.Tensor,
+        counter: RowCounter,
+        cache: tuple[RowTable, BankLayout, torch.Tensor] | None = None,
+    ) -> None:
+        """Bring the experts that `ids` names to their own places in a slot.
+
+        Args:
+            stored: the bank.
+            slot: the slot's buffer.
+            ids: int64 in any shape; an id may come more than once, and ids beyond the last expert name nothing.
+            counter: counts them.
+            cache: table, layout and buffer of the bank's cache, from which those come that are there.
+        """
+        table, layout, rows = cache or (None, stored.bank.layout, slot)
+        if self.has_kernels(stored):
+            from .kernels import gather_rows, list_experts
+
+            totals = counter.tensor(ids.device)
+            found = list_experts(ids, stored.bank.num_experts, table, totals)
+            gather_rows(self._table(stored, layout), found, stored.block, rows, slot, to_rows=False)
+            return
+        chosen = sorted({expert for expert in ids.reshape(-1).tolist() if 0 <= expert < stored.bank.num_experts})
+        places = table.row_of().tolist() if table is not None else [-1] * stored.bank.num_experts
+        stream = self.device.compute_stream()
+        for expert in chosen:
+            for there, here in zip(layout.specs, stored.bank.layout.specs, strict=True):
+                place = _place(here, expert)
+                if places[expert] < 0:
+                    self.device.copy(stream, slot[place], stored.block[place])
+                else:
+                    slot[place].copy_(rows[_place(there, places[expert])])
+        counter.add(len(chosen), sum(places[expert] < 0 for expert in chosen))
+
+    def send_to_cache(
+        self,
+        stored: StoredBank,
+        table: RowTable,
+        layout: BankLayout,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        counter: RowCounter,
+    ) -> torch.Tensor:
+        """Bring the experts that `ids` names, and that are not there yet, into the bank's cache.
+
+        Args: as above.
+
+        Returns:
+            int64 in the shape of `ids`: the row of each.
+        """
+        if self.has_kernels(stored):
+            from .kernels import assign_rows, gather_rows
+
+            found = assign_rows(table, ids, counter.tensor(ids.device))
+            gather_rows(self._table(stored, layout), found, stored.block, rows, rows, to_rows=True)
+            return found.ids
+        found = table.assign(ids)
+        stream, count = self.device.compute_stream(), int(found.count)
+        for expert, row in zip(found.experts[:count].tolist(), found.rows[:count].tolist(), strict=True):
+            for there, here in zip(layout.specs, stored.bank.layout.specs, strict=True):
+                self.device.copy(stream, rows[_place(there, row)], stored.block[_place(here, expert)])
+        counter.add(len({i for i in ids.reshape(-1).tolist() if 0 <= i < stored.bank.num_experts}), count)
+        return found.ids
+
+    def keep(self, stored: StoredBank, slot: torch.Tensor, layout: BankLayout, rows: torch.Tensor, found: Assignment) -> None:
+        """Copy experts of a whole bank in a slot to their rows in the bank's cache, on the device."""
+        if self.has_kernels(stored):
+            from .kernels import gather_rows
+
+            gather_rows(self._table(stored, layout), found, slot, rows, rows, to_rows=True)
+            return
+        count = int(found.count)
+        for expert, row in zip(found.experts[:count].tolist(), found.rows[:count].tolist(), strict=True):
+            for there, here in zip(layout.specs, stored.bank.layout.specs, strict=True):
+                rows[_place(there, row)].copy_(slot[_place(here, expert)])
+
+    def _table(self, stored: StoredBank, layout: BankLayout) -> torch.Tensor:
+        """int64 (tensors, 3), in words: the size of a row of each tensor, and where that begins in the bank and in `layout`.
+
+        Made once for each pair of layouts: sending it holds the host.
+        """
+        pair = (stored.bank.layout, layout)
+        if pair not in self._tensors:
+            table = [
+                (spec.nbytes // spec.shape[0] // 8, spec.offset // 8, small.offset // 8)
+                for spec, small in zip(pair[0].specs, layout.specs, strict=True)
+            ]
+            with torch.inference_mode(False):
+                self._tensors[pair] = torch.tensor(table, dtype=torch.int64, device=self.device.device)
+        return self._tensors[pair]
+
+
+def _place(spec: TensorSpec, row: int) -> slice:
+    size = spec.nbytes // spec.shape[0]
+    return slice(spec.offset + row * size, spec.offset + (row + 1) * size)
 
 
 @cache

@@ -12,6 +12,11 @@ A slot is filled on the copy stream, or with single rows on the compute stream, 
                         release, for which a fill waits; `fill_rows` waits for `slot.ready` of the fill before it
 
 Nothing else orders anything: there is no host synchronisation outside `close`.
+
+[Note: slots and graphs]
+While a CUDA graph is captured nothing outside it can be waited for, and what it does is done again at each replay, whenever
+that is. So a slot that a graph has used is used by graphs alone from then on (it is *leased*): no copy for a prompt can come
+into it while a graph is replayed. It must be one whose last writer was a compute stream, as after a call not captured.
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ from ..layout import BankLayout
 from ..memory.store import StoredBank
 from ..streams import StreamDevice
 from ..timeline import Timeline
-from .rows import RowCounter, send_rows
+from .cache import RowCache
+from .rows import RowCounter, RowSender
 
 __all__ = ["Slot", "SlotRing", "SlotState"]
 
@@ -49,7 +55,8 @@ class Slot:
         buffer: flat uint8 tensor on the device.
         ready: recorded by the copy stream at the end of `fill`; waited for by the compute stream in `hold` and `fill_rows`.
         free: recorded by the compute stream in `grow` and `release`; waited for by whoever writes next.
-        was_filled: whether the copy stream has written here, so that `ready` may have to be waited for.
+        was_filled: whether the copy stream has written here since rows came, so that `ready` may have to be waited for.
+        is_leased: whether a CUDA graph knows its address, see [Note: slots and graphs].
         has_rows_only: whether it holds no more than the rows of one call.
         bank: index of the bank whose bytes are here or on their way; None when free.
         version: of the bank's bytes, see `StoredBank.version`.
@@ -62,6 +69,7 @@ class Slot:
     bank: int | None = None
     version: tuple[int, ...] = ()
     was_filled: bool = False
+    is_leased: bool = False
     has_rows_only: bool = False
     _tensors: dict[BankLayout, dict[str, nn.Parameter]] = field(default_factory=dict)
 
@@ -88,9 +96,10 @@ class SlotRing:
         timeline: where copies are noted, while somebody records them.
     """
 
-    def __init__(self, device: StreamDevice, slot_nbytes: int) -> None:
+    def __init__(self, device: StreamDevice, slot_nbytes: int, sender: RowSender) -> None:
         self.device = device
         self.slot_nbytes = slot_nbytes
+        self._sender = sender
         self.timeline: Timeline | None = None
         self._slots: list[Slot] = []
         self._step = 0
@@ -118,10 +127,10 @@ class SlotRing:
             self._slots.append(slot)
 
     def shrink(self, count: int) -> None:
-        """Free slots until there are `count`, after their last copy and kernel have ended."""
+        """Free slots until there are `count`, after their last copy and kernel have ended; those that graphs know come last."""
         self.settle()
-        while len(self._slots) > count:
-            self._slots.pop()
+        self._slots.sort(key=lambda slot: not slot.is_leased)
+        del self._slots[count:]
 
     def fill(self, stored: StoredBank, keep: Collection[int] = ()) -> bool:
         """Enqueue the copy of a bank into the next slot. Does nothing if the bank is in a slot already.
@@ -138,7 +147,7 @@ class SlotRing:
             if slot.has_rows_only:
                 # A call that is under way has some of the rows; this one, inside it, wants them all.
                 everything = torch.arange(stored.bank.num_experts, device=self.device.device)
-                send_rows(self.device, stored, slot.buffer, everything, RowCounter())
+                self._sender.send_to_slot(stored, slot.buffer, everything, RowCounter())
             return True
         slot = self._next_slot(keep)
         if slot is None:
@@ -168,25 +177,30 @@ class SlotRing:
             if slot.state is SlotState.FILLED:
                 slot.state, slot.bank = SlotState.FREE, None
 
-    def fill_rows(self, stored: StoredBank, ids: torch.Tensor, counter: RowCounter) -> bool:
+    def fill_rows(self, stored: StoredBank, ids: torch.Tensor, counter: RowCounter, cache: RowCache | None = None) -> bool:
         """Hold a slot for a bank and enqueue, on the compute stream, the copy of the rows that `ids` names.
 
-        A bank that is in a slot as a whole needs no rows. Returns whether there was a slot to take.
+        Those that are in the bank's cache, if one is given, which is held, come from there. A bank that is in a slot as a
+        whole needs no rows. Returns whether there was a slot to take.
         """
         slot = self.slot_of(stored.bank.index)
         if slot is None:
-            slot = self._next_slot(keep=())
+            capturing = self.device.is_capturing()
+            slot = self._slot_for_graphs() if capturing else self._next_slot(keep=())
             if slot is None:
                 return False
-            compute_stream = self.device.compute_stream()
-            self.device.wait(compute_stream, slot.free)
-            if slot.was_filled:
-                # Recorded anew, since an interrupt may have come between a copy and its record.
-                self.device.record(slot.ready, self.device.copy_stream())
-                self.device.wait(compute_stream, slot.ready)
+            if not capturing:
+                compute_stream = self.device.compute_stream()
+                self.device.wait(compute_stream, slot.free)
+                if slot.was_filled:
+                    # Recorded anew, since an interrupt may have come between a copy and its record.
+                    self.device.record(slot.ready, self.device.copy_stream())
+                    self.device.wait(compute_stream, slot.ready)
+                    slot.was_filled = False
             slot.state, slot.bank, slot.has_rows_only = SlotState.HELD, stored.bank.index, True
         if slot.has_rows_only:
-            send_rows(self.device, stored, slot.buffer, ids, counter)
+            cached = (cache.table, cache.layout, cache.buffer) if cache else None
+            self._sender.send_to_slot(stored, slot.buffer, ids, counter, cached)
         return True
 
     def hold(self, bank: int, layout: BankLayout) -> dict[str, nn.Parameter]:
@@ -207,7 +221,8 @@ class SlotRing:
         """The forward that read a bank is enqueued: its slot may be refilled once that has run. Idempotent."""
         slot = self.slot_of(bank)
         if slot is not None and slot.state is SlotState.HELD:
-            self.device.record(slot.free, self.device.compute_stream())
+            if not self.device.is_capturing():
+                self.device.record(slot.free, self.device.compute_stream())
             slot.state, slot.bank, slot.has_rows_only = SlotState.FREE, None, False
 
     def close(self) -> None:
@@ -218,8 +233,16 @@ class SlotRing:
         count = len(self._slots)
         for offset in range(count):
             slot = self._slots[(self._step + offset) % count]
-            if slot.state is not SlotState.HELD and slot.bank not in keep:
+            if slot.state is not SlotState.HELD and not slot.is_leased and slot.bank not in keep:
                 self._step += offset + 1
+                return slot
+        return None
+
+    def _slot_for_graphs(self) -> Slot | None:
+        """The slot that graphs have, or one that they can have: see [Note: slots and graphs]."""
+        for slot in sorted(self._slots, key=lambda slot: not slot.is_leased):
+            if slot.state is SlotState.FREE and not slot.was_filled:
+                slot.is_leased = True
                 return slot
         return None
 

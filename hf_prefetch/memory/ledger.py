@@ -16,6 +16,7 @@ class Purpose(Enum):
     """What memory is held for."""
 
     SLOTS = "slots on the device"
+    CACHES = "row caches on the device"
     BANKS = "expert banks in host memory"
     PINNED = "page-locked part of the banks"
 

@@ -61,6 +61,7 @@ class HostStore:
         self.ledger.add(Purpose.PINNED, lambda: sum(stored.bank.nbytes for stored in self._stored.values() if stored.is_pinned))
         self.refusals: list[str] = []
         self._stored: dict[int, StoredBank] = {}
+        self._kept: list[Arena] | None = None
 
     def __getitem__(self, bank: ExpertBank) -> StoredBank:
         return self._stored[bank.index]
@@ -122,13 +123,23 @@ class HostStore:
             raise
         self._let_go(stored)
 
+    def keep_locked(self) -> None:
+        """From here on banks that are given back leave their page-locked memory as it is, until `close`: graphs read it."""
+        self._kept = []
+
     def close(self) -> None:
         """Give every page lock back. No copy from the arenas may be under way. Idempotent."""
+        kept, self._kept = self._kept or [], None
+        for arena in kept:
+            arena.unpin()
         for stored in list(self._stored.values()):
             self._let_go(stored)
 
     def _let_go(self, stored: StoredBank) -> None:
-        stored.arena.unpin()
+        if self._kept is None:
+            stored.arena.unpin()
+        else:
+            self._kept.append(stored.arena)
         self._stored.pop(stored.bank.index, None)
 
 

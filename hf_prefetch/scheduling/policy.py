@@ -12,15 +12,24 @@ LOOKAHEAD = 2
 
 class Path(Enum):
     """LOOKAHEAD: whole banks are copied ahead of use. ROUTED: the experts that a call uses are copied, after the router.
-    PLAIN: the whole bank is copied when it is needed.
+    CACHED: those of them that are not in the bank's cache are. PLAIN: the whole bank is copied when it is needed.
     """
 
     LOOKAHEAD = "lookahead"
     ROUTED = "routed"
+    CACHED = "cached"
     PLAIN = "plain"
 
 
-def choose_path(routed_ids: int | None, num_experts: int, gate: int, *, can_look_ahead: bool, can_route: bool = False) -> Path:
+def choose_path(
+    routed_ids: int | None,
+    num_experts: int,
+    gate: int,
+    *,
+    can_look_ahead: bool,
+    can_route: bool = False,
+    can_cache: bool = False,
+) -> Path:
     """The way of one call.
 
     Args:
@@ -29,10 +38,11 @@ def choose_path(routed_ids: int | None, num_experts: int, gate: int, *, can_look
         gate: routed ids per expert from which on nearly every expert is used, so that whole banks pay.
         can_look_ahead: the device can overlap and has its slots.
         can_route: the call shows its ids, and reads no other rows than those.
+        can_cache: besides, the bank's cache has room for all of them, and the forward can be given other ids.
     """
     small = routed_ids is not None and routed_ids < gate * num_experts
     if can_route and small:
-        return Path.ROUTED
+        return Path.CACHED if can_cache else Path.ROUTED
     return Path.LOOKAHEAD if can_look_ahead and not small else Path.PLAIN
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["NoRoomError", "choose_host_banks", "first_banks", "spread"]
+__all__ = ["NoRoomError", "cache_rows", "choose_host_banks", "first_banks", "spread"]
 
 
 class NoRoomError(ValueError):
@@ -14,6 +14,16 @@ class NoRoomError(ValueError):
 def first_banks(count: int, banks: int) -> list[int]:
     """The first `count` of `banks` banks, or all of them: what llama.cpp's --n-cpu-moe keeps on the host."""
     return list(range(min(count, banks)))
+
+
+def cache_rows(row_sizes: Sequence[int], budget: int) -> int:
+    """How many experts of each bank fit into `budget` bytes together, if each bank keeps as many.
+
+    Args:
+        row_sizes: bytes of one expert of each bank.
+        budget: bytes.
+    """
+    return budget // sum(row_sizes) if row_sizes else 0
 
 
 def spread(count: int, banks: int) -> list[int]:

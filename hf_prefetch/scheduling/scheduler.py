@@ -19,39 +19,21 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from ..config import PrefetchConfig
-from ..device.rows import has_rows
-from ..device.slots import SlotRing
 from ..discovery import ExpertBank
 from ..memory.ledger import Purpose
 from ..memory.store import HostStore
 from ..report import Counters, Report
 from ..streams import StreamDevice
 from ..timeline import Timeline
-from .plan import LookaheadOrder
-from .policy import LOOKAHEAD, Path, choose_path, depth_in_acquire
+from .lane import Handout, Lane
+from .policy import Path, choose_path
 
 __all__ = ["PrefetchScheduler"]
-
-
-@dataclass(eq=False)
-class Lane:
-    """What each device has of its own: its slots, and the order of the banks that compute on it.
-
-    `announced` says that the next pass was begun by `begin_pass`, so that what lies in the slots was sent for it.
-    """
-
-    device: StreamDevice
-    ring: SlotRing
-    order: LookaheadOrder
-    looks_ahead: bool
-    announced: bool = False
 
 
 class PrefetchScheduler:
@@ -80,16 +62,16 @@ class PrefetchScheduler:
         self._ahead_of_use: set[int] = set()
         self._computing_since: dict[int, Any] = {}
         self._closed = False
+        self._in_compiled_code = False
+        self._is_leased = False
 
     def _lanes(self, devices: dict[ExpertBank, StreamDevice]) -> Iterable[Lane]:
         lanes: dict[StreamDevice, Lane] = {}
         for device in devices.values():
             if device not in lanes:
                 banks = [bank for bank in self.banks if devices[bank] is device]
-                ring = SlotRing(device, max(bank.nbytes for bank in banks))
-                self.store.ledger.add(Purpose.SLOTS, ring.held)
-                order = LookaheadOrder([bank.index for bank in banks])
-                lanes[device] = Lane(device, ring, order, device.overlaps)
+                budget = self.config.cache_budget
+                lanes[device] = Lane(device, banks, self.store, self.counters, slots=self.config.slots, cache_budget=budget)
         return (lanes[device] for device in devices.values())
 
     # -- the three verbs ------------------------------------------------------------------------------------------
@@ -101,51 +83,52 @@ class PrefetchScheduler:
             Whether they are in a slot now, or on their way.
         """
         lane = self._lane_of[bank]
-        return self._ready_slots(lane, self.config.slots) and self._fill(lane, bank, ahead=True)
+        return lane.has_slots() and lane.send(bank, ahead=True)
 
     def acquire(
-        self, bank: ExpertBank, routed_ids: int | None = None, ids: torch.Tensor | None = None
-    ) -> dict[str, nn.Parameter]:
+        self, bank: ExpertBank, routed_ids: int | None = None, ids: torch.Tensor | None = None, *, remaps: bool = False
+    ) -> Handout:
         """Tensors on the device that hold a bank's bytes once the current stream gets to them.
 
         Args:
             bank: one of `banks`.
             routed_ids: tokens x top-k of the call; None where unknown, which counts as many.
-            ids: the expert ids of the call, if it reads no other rows than theirs. The rows of other experts may then
-                hold anything.
+            ids: the expert ids of the call (tokens x top-k), if it reads no other rows than theirs. The rows of other experts
+                may then hold anything.
+            remaps: whether the forward may be given other ids, and tensors with fewer rows.
 
         Raises:
             torch.OutOfMemoryError: not even one slot fits on the device.
-            RuntimeError: the scheduler is closed, or a CUDA graph is being captured.
+            RuntimeError: the scheduler is closed, or a CUDA graph is being captured that can't be.
         """
         lane = self._lane_of[bank]
-        self._check_usable(lane)
-        begin = lane.device.mark(lane.device.compute_stream())
-        if lane.order.observe(bank.index) and not lane.announced:
-            # Weights may have been written to between two passes, in ways that leave no trace.
-            lane.ring.forget_what_was_sent_ahead()
+        capturing = lane.device.is_capturing()
+        self._check_usable(bank, capturing=capturing, can_route=ids is not None and bank.layout.has_rows)
+        self._is_leased |= capturing and not self._in_compiled_code
+        begin = None if capturing else lane.device.mark(lane.device.compute_stream())
+        if lane.order.observe(bank.index):
+            if not lane.announced:
+                # Weights may have been written to between two passes, in ways that leave no trace.
+                lane.ring.forget_what_was_sent_ahead()
+            lane.make_room()
         lane.announced = False
-        path = choose_path(
-            routed_ids,
-            bank.num_experts,
-            self.config.lookahead_gate,
-            can_look_ahead=lane.looks_ahead,
-            can_route=ids is not None and has_rows(bank.layout),
-        )
-        if path is Path.LOOKAHEAD and not self._ready_slots(lane, self.config.slots):
-            path = Path.PLAIN
-        self._fill_for_use(lane, bank, ids if path is Path.ROUTED else None)
-        if path is Path.LOOKAHEAD:
-            holds_host = lane.device.holds_host(pinned=self.store[bank].is_pinned)
-            self._look_ahead(lane, bank, depth_in_acquire(self.config.slots, holds_host=holds_host))
-            self._ahead_of_use.add(bank.index)
-        tensors = lane.ring.hold(bank.index, bank.layout)
-        end = lane.device.mark(lane.device.compute_stream())
-        if lane.ring.timeline:
+        path = self._path(lane, bank, routed_ids, ids, remaps=remaps, capturing=capturing)
+        if path is Path.CACHED and ids is not None:
+            handout = lane.hand_out_cache(bank, ids)
+        else:
+            lane.use_slot(bank, ids if path is Path.ROUTED else None)
+            if path is Path.LOOKAHEAD:
+                lane.look_ahead(bank, in_acquire=True)
+                self._ahead_of_use.add(bank.index)
+            handout = lane.hand_out_slot(bank)
+            if path is not Path.ROUTED and ids is not None and bank.layout.has_rows:
+                lane.keep_from_slot(bank, ids)
+        end = None if capturing else lane.device.mark(lane.device.compute_stream())
+        if lane.ring.timeline and begin is not None:
             lane.ring.timeline.add("wait", bank.name, lane.device, begin, end)
             self._computing_since[bank.index] = end
         self.counters.count_call(path.value, lane.device, begin, end)
-        return tensors
+        return handout
 
     def release(self, bank: ExpertBank) -> None:
         """The kernels that read a bank are enqueued; its slot may be refilled after them. Idempotent."""
@@ -154,17 +137,21 @@ class PrefetchScheduler:
         if lane.ring.timeline and since is not None:
             end = lane.device.mark(lane.device.compute_stream())
             lane.ring.timeline.add("compute", bank.name, lane.device, since, end)
-        lane.ring.release(bank.index)
+        lane.release(bank)
         if bank.index in self._ahead_of_use:
             self._ahead_of_use.discard(bank.index)
             if not self._closed:
-                self._look_ahead(lane, bank, LOOKAHEAD)
+                lane.look_ahead(bank, in_acquire=False)
 
     def break_off(self) -> None:
         """A forward has raised, so this pass is over, and what was sent ahead for it is of no use."""
         self._ahead_of_use.clear()
         for lane in self._lane_of.values():
             lane.ring.forget_what_was_sent_ahead()
+
+    def give_up_cache(self, bank: ExpertBank) -> bool:
+        """A forward has run out of device memory: make the row caches smaller. Returns whether that gave memory back."""
+        return self._lane_of[bank].give_up_cache()
 
     def begin_pass(self, routed_ids: int | None) -> None:
         """A pass has begun and its first layers keep their experts on the device: send what will be needed first.
@@ -176,77 +163,42 @@ class PrefetchScheduler:
             path = choose_path(routed_ids, experts, self.config.lookahead_gate, can_look_ahead=lane.looks_ahead)
             lane.ring.forget_what_was_sent_ahead()
             lane.announced = True
-            if path is Path.LOOKAHEAD and not lane.device.is_capturing() and self._ready_slots(lane, self.config.slots):
-                upcoming = lane.order.upcoming(LOOKAHEAD)
-                for index in upcoming:
-                    self._fill(lane, self.store.bank(index), ahead=True, keep=tuple(upcoming))
+            if path is Path.LOOKAHEAD and not lane.device.is_capturing() and lane.has_slots():
+                lane.send_first()
 
-    # -- how a bank gets into a slot ------------------------------------------------------------------------------
+    def _path(
+        self, lane: Lane, bank: ExpertBank, routed_ids: int | None, ids: torch.Tensor | None, *, remaps: bool, capturing: bool
+    ) -> Path:
+        """The way of this call, and what it needs on the device made ready."""
+        can_route = ids is not None and bank.layout.has_rows
+        can_cache = can_route and remaps and routed_ids is not None and lane.caches.fits(routed_ids, bank.num_experts)
+        # What is decided on the host for one prompt can't be replayed for another, so a graph gets the experts it routes to.
+        count = 0 if capturing else routed_ids
+        path = choose_path(
+            count,
+            bank.num_experts,
+            self.config.lookahead_gate,
+            can_look_ahead=lane.looks_ahead,
+            can_route=can_route,
+            can_cache=can_cache,
+        )
+        if path is Path.CACHED and lane.cache_of(bank) is None:
+            return Path.ROUTED
+        if path is Path.LOOKAHEAD and not lane.has_slots():
+            return Path.PLAIN
+        return path
 
-    def _look_ahead(self, lane: Lane, bank: ExpertBank, depth: int) -> None:
-        expected = lane.order.ahead(bank.index, depth)
-        for index in expected:
-            self._fill(lane, self.store.bank(index), ahead=True, keep=(bank.index, *expected))
-
-    def _fill(self, lane: Lane, bank: ExpertBank, *, ahead: bool, keep: tuple[int, ...] = ()) -> bool:
-        already = lane.ring.slot_of(bank.index) is not None
-        filled = lane.ring.fill(self.store[bank], keep)
-        if filled and not already:
-            self.counters.count_copy(bank.index, bank.nbytes, ahead=ahead)
-        return filled
-
-    def _fill_for_use(self, lane: Lane, bank: ExpertBank, ids: torch.Tensor | None) -> None:
-        """Make sure that a bank, or the rows that `ids` names, are in a slot, whatever was expected."""
-        lane.ring.forget_if_changed(self.store[bank])
-        self.counters.count_use(bank.index, in_slot=lane.ring.slot_of(bank.index) is not None)
-
-        def fill() -> bool:
-            if ids is None:
-                return self._fill(lane, bank, ahead=False)
-            counter = self.counters.rows_of(bank.index, bank.nbytes // bank.num_experts)
-            return lane.ring.fill_rows(self.store[bank], ids, counter)
-
-        if fill():
-            return
-        # No slots yet, or a forward holds every one of them (a bank called from within another one).
-        try:
-            lane.ring.grow(len(lane.ring) + 1)
-        except torch.OutOfMemoryError as error:
-            _raise_no_room(lane, bank, error)
-        fill()
-
-    def _ready_slots(self, lane: Lane, count: int) -> bool:
-        """Allocate a lane's slots if they are not there. Where they don't fit, the lane stops looking ahead for good."""
-        if not lane.looks_ahead:
-            return False
-        if len(lane.ring) >= count:
-            return True
-        try:
-            lane.ring.grow(count)
-        except torch.OutOfMemoryError:
-            lane.looks_ahead = False
-            lane.ring.shrink(1)
-            self.counters.fallbacks += 1
-            warnings.warn(
-                f"hf_prefetch: {count} slots of {lane.ring.slot_nbytes / 2**20:,.0f} MiB do not fit on {lane.device.name}; "
-                "prefetching is off and every expert bank is copied when it is needed: slower, with the same output. "
-                "To get it back, free device memory or take fewer slots, then call enable_expert_prefetch again.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return False
-        return True
-
-    def _check_usable(self, lane: Lane) -> None:
+    def _check_usable(self, bank: ExpertBank, *, capturing: bool, can_route: bool) -> None:
         if self._closed:
             raise RuntimeError(
                 "These experts belong to a model whose prefetching has ended: another thread has disabled it, or the model "
                 "that enable_expert_prefetch was called on is gone. Keep that object alive while any part of it is used."
             )
-        if lane.device.is_capturing():
+        if capturing and not (can_route and self.store[bank].is_pinned):
             raise RuntimeError(
-                "A CUDA graph can't be captured over prefetched experts yet: their copies are decided on the host at each "
-                "call. Run this part without capture, or call disable_expert_prefetch(model) first."
+                f"A CUDA graph can't be captured over the experts of {bank.name}: that takes page-locked host memory, Triton, "
+                "and one of the experts implementations eager, batched_mm and grouped_mm. Run this part without capture, or "
+                "call disable_expert_prefetch(model) first."
             )
 
     # -- reports and the end --------------------------------------------------------------------------------------
@@ -263,6 +215,7 @@ class PrefetchScheduler:
                 devices=tuple(lane.device.name for lane in lanes),
                 looks_ahead=all(lane.looks_ahead for lane in lanes),
                 device_bytes=ledger.held(Purpose.SLOTS),
+                cache_bytes=ledger.held(Purpose.CACHES),
                 host_bytes=ledger.held(Purpose.BANKS),
                 pinned_bytes=ledger.held(Purpose.PINNED),
             )
@@ -282,7 +235,7 @@ class PrefetchScheduler:
     def reset(self) -> None:
         """Set the counters of `report` to zero. What is held in memory stays."""
         with self.lock:
-            self.counters = self.counters.zeroed()
+            self.counters.reset()
 
     @property
     def has_ended(self) -> bool:
@@ -300,20 +253,53 @@ class PrefetchScheduler:
         A forward returns before its copies have ended, and what they carry would be a mixture of old and new weights.
         """
         with self.lock:
-            for lane in self._lane_of.values():
-                lane.ring.settle()
+            for lane in dict.fromkeys(self._lane_of.values()):
+                lane.settle()
+
+    @contextmanager
+    def in_compiled_code(self) -> Iterator[None]:
+        """A call comes from compiled code: graphs that are captured meanwhile can't be replayed once the hooks are gone."""
+        with self.lock:
+            before, self._in_compiled_code = self._in_compiled_code, True
+            try:
+                yield
+            finally:
+                self._in_compiled_code = before
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether somebody has captured a CUDA graph that knows addresses of this scheduler's memory."""
+        return self._is_leased
 
     def stop(self) -> None:
-        """Wait for the last copy and kernel, and free the slots. Idempotent; `acquire` raises from here on."""
+        """Wait for the last copy and kernel, and free the slots and caches. Idempotent; `acquire` raises from here on.
+
+        Where somebody has captured a graph over them, that may be replayed at any time: then they stay until `close`.
+        """
         with self.lock:
+            if self._is_leased and not self._closed:
+                self.store.keep_locked()
+                held = self.store.ledger.held(Purpose.SLOTS) + self.store.ledger.held(Purpose.CACHES)
+                warnings.warn(
+                    "hf_prefetch: a CUDA graph was captured over this model's experts and can still be replayed, so "
+                    f"{held / 2**20:,.0f} MiB on the device and the experts' page-locked memory stay as they are until the "
+                    "model is deleted.",
+                    stacklevel=2,
+                )
             self._closed = True
-            for lane in self._lane_of.values():
-                lane.ring.close()
+            if not self._is_leased:
+                self._free()
 
     def close(self) -> None:
         """`stop`, then end all page locks: what is left to do when the model is gone. Idempotent."""
-        self.stop()
-        self.store.close()
+        with self.lock:
+            self._closed = True
+            self._free()
+            self.store.close()
+
+    def _free(self) -> None:
+        for lane in dict.fromkeys(self._lane_of.values()):
+            lane.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         _refuse_copy()
@@ -328,11 +314,3 @@ def _refuse_copy() -> NoReturn:
         "belong to this process. Call disable_expert_prefetch(model) first, and enable_expert_prefetch on each copy; "
         "model.save_pretrained(...) works while it is enabled."
     )
-
-
-def _raise_no_room(lane: Lane, bank: ExpertBank, error: Exception) -> NoReturn:
-    raise torch.OutOfMemoryError(
-        f"{bank.name} needs {bank.nbytes / 2**20:,.0f} MiB on {lane.device.name} for one slot, and there is no room for it. "
-        "Free device memory (a shorter prompt, a smaller batch, an offloaded KV cache, other processes) or run the model on "
-        "another device with enable_expert_prefetch(model, device=...)."
-    ) from error

@@ -264,6 +264,10 @@ class FakeDevice(StreamDevice):
         """Bytes of host memory that are page-locked now."""
         return self.memory.registered_bytes
 
+    def room(self) -> int | None:
+        limit = self.memory.memory_limit
+        return None if limit is None else limit - self.allocated_bytes
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         with self._lock:
             self._reap()

@@ -1,0 +1,258 @@
+"""Lane: what each device has of its own, and how a bank's experts get into its memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from ..device.cache import RowCache, RowCaches
+from ..device.rows import RowCounter, RowSender
+from ..device.slots import SlotRing
+from ..discovery import ExpertBank
+from ..memory.ledger import Purpose
+from ..memory.store import HostStore
+from ..report import Counters
+from ..streams import StreamDevice
+from .plan import LookaheadOrder
+from .policy import LOOKAHEAD, depth_in_acquire
+from .replacement import Replacement
+from .residency import cache_rows
+
+__all__ = ["LEAST_ROOM", "Handout", "Lane"]
+
+# Device memory below which row caches make room for what else may grow, in bytes, and how many passes may go by unwatched.
+LEAST_ROOM = 256 * 2**20
+_PASSES_PER_LOOK = 8
+
+
+@dataclass(frozen=True)
+class Handout:
+    """What a forward runs on.
+
+    Attributes:
+        tensors: the module's parameters on the device, by name.
+        ids: the ids to call it with, where they differ from its own: the tensors have another row for each expert then.
+        rows: how many rows the tensors have.
+    """
+
+    tensors: dict[str, nn.Parameter]
+    ids: torch.Tensor | None
+    rows: int
+
+
+class Lane:
+    """One device's slots, caches, and the order of the banks that compute on it.
+
+    Args:
+        device: the device.
+        banks: the banks that compute there.
+        store: where their bytes are.
+        counters: what is counted.
+        slots: how many slots there are to be.
+        cache_budget: device memory for the row caches, in bytes.
+
+    Attributes:
+        looks_ahead: whether banks are sent ahead. Ends for good where the slots don't fit.
+        announced: whether the next pass was begun by `begin_pass`, so that what lies in the slots was sent for it.
+    """
+
+    def __init__(
+        self,
+        device: StreamDevice,
+        banks: Sequence[ExpertBank],
+        store: HostStore,
+        counters: Counters,
+        *,
+        slots: int,
+        cache_budget: int,
+    ) -> None:
+        self.device = device
+        self.slots = slots
+        self.looks_ahead = device.overlaps
+        self.announced = False
+        self._passes = 0
+        self.replacement = Replacement()
+        self.order = LookaheadOrder([bank.index for bank in banks])
+        sender = RowSender(device)
+        self.ring = SlotRing(device, max(bank.nbytes for bank in banks), sender)
+        rows = cache_rows([bank.layout.row_nbytes for bank in banks if bank.layout.has_rows], cache_budget)
+        self.caches = RowCaches(device, sender, min(rows, max(bank.num_experts for bank in banks)), self.replacement.decay)
+        store.ledger.add(Purpose.SLOTS, self.ring.held)
+        store.ledger.add(Purpose.CACHES, self.caches.held)
+        self._store = store
+        self._counters = counters
+
+    # -- whole banks, in slots ------------------------------------------------------------------------------------
+
+    def send(self, bank: ExpertBank, *, ahead: bool, keep: tuple[int, ...] = ()) -> bool:
+        """Have a whole bank in a slot or on its way there. Returns whether there was a slot to take."""
+        already = self.ring.slot_of(bank.index) is not None
+        filled = self.ring.fill(self._store[bank], keep)
+        if filled and not already:
+            self._counters.count_copy(bank.index, bank.nbytes, ahead=ahead)
+        return filled
+
+    def look_ahead(self, bank: ExpertBank, *, in_acquire: bool) -> None:
+        """Send the banks that are expected after this one, as many as there are slots for at this moment."""
+        holds_host = in_acquire and self.device.holds_host(pinned=self._store[bank].is_pinned)
+        depth = depth_in_acquire(self.slots, holds_host=holds_host) if in_acquire else LOOKAHEAD
+        expected = self.order.ahead(bank.index, depth)
+        for index in expected:
+            self.send(self._store.bank(index), ahead=True, keep=(bank.index, *expected))
+
+    def send_first(self) -> None:
+        """A pass is about to begin: send the banks that it needs first."""
+        upcoming = self.order.upcoming(LOOKAHEAD)
+        for index in upcoming:
+            self.send(self._store.bank(index), ahead=True, keep=tuple(upcoming))
+
+    def has_slots(self) -> bool:
+        """Allocate the slots if they are not there. Where they don't fit, the lane stops looking ahead for good."""
+        if not self.looks_ahead:
+            return False
+        if len(self.ring) >= self.slots:
+            return True
+        try:
+            self.ring.grow(self.slots)
+        except torch.OutOfMemoryError:
+            self.looks_ahead = False
+            self.ring.shrink(1)
+            self._counters.fallbacks += 1
+            warnings.warn(
+                f"hf_prefetch: {self.slots} slots of {self.ring.slot_nbytes / 2**20:,.0f} MiB do not fit on {self.device.name};"
+                " prefetching is off and every expert bank is copied when it is needed: slower, with the same output. "
+                "To get it back, free device memory or take fewer slots, then call enable_expert_prefetch again.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return False
+        return True
+
+    # -- one call -------------------------------------------------------------------------------------------------
+
+    def use_slot(self, bank: ExpertBank, ids: torch.Tensor | None) -> None:
+        """Make sure that a bank, or the rows that `ids` names, are in a slot, whatever was expected."""
+        stored = self._store[bank]
+        self.ring.forget_if_changed(stored)
+        self._counters.count_use(bank.index, in_slot=self.ring.slot_of(bank.index) is not None)
+
+        def fill() -> bool:
+            if ids is None:
+                return self.send(bank, ahead=False)
+            cache = self.caches.hold(stored) if self.caches.of(bank.index) is not None else None
+            return self.ring.fill_rows(stored, ids, self._counter(bank), cache)
+
+        if fill():
+            return
+        if self.device.is_capturing():
+            _raise_not_warm(bank)
+        # No slots yet, or a forward holds every one of them (a bank called from within another one).
+        try:
+            self.ring.grow(len(self.ring) + 1)
+        except torch.OutOfMemoryError as error:
+            _raise_no_room(self.device, bank, error)
+        fill()
+
+    def hand_out_slot(self, bank: ExpertBank) -> Handout:
+        """Make the compute stream wait for a bank's slot. `use_slot` came before."""
+        return Handout(self.ring.hold(bank.index, bank.layout), None, bank.num_experts)
+
+    def hand_out_cache(self, bank: ExpertBank, ids: torch.Tensor) -> Handout:
+        """Bring what a call uses into the bank's cache; `cache_of` has said that there is one."""
+        stored = self._store[bank]
+        cache = self.caches.hold(stored)
+        rows = self.caches.fetch(stored, ids, self._counter(bank))
+        return Handout(cache.tensors, rows, cache.table.rows)
+
+    def keep_from_slot(self, bank: ExpertBank, ids: torch.Tensor) -> None:
+        """A prompt has its whole bank in a slot: keep what it uses most in the bank's cache, at no cost to the link."""
+        if self.cache_of(bank) is not None:
+            stored = self._store[bank]
+            slot = self.ring.slot_of(bank.index)
+            assert slot is not None, "a slot was handed out"
+            self.caches.hold(stored)
+            weights = self.replacement.weights(max(ids.shape[0], 1))
+            self.caches.keep(stored, slot.buffer, ids[-self.replacement.window :], weights)
+
+    def cache_of(self, bank: ExpertBank) -> RowCache | None:
+        """A bank's cache, made now if it is not there; None if there is no room for one, which is said once."""
+        if self.device.is_capturing() and self.caches.of(bank.index) is None and self.caches.rows > 0:
+            _raise_not_warm(bank)
+        while self.caches.rows > 0:
+            cache = self.caches.of(bank.index) if self.caches.is_full else self._prepare(bank)
+            if cache is not None or self.caches.is_full:
+                return cache
+        return None
+
+    def _prepare(self, bank: ExpertBank) -> RowCache | None:
+        try:
+            return self.caches.prepare(self._store[bank])
+        except torch.OutOfMemoryError:
+            if not self.give_up_cache():
+                # Graphs know the others, or a forward that is under way reads them: they stay, and no more are made.
+                self.caches.is_full = True
+            return None
+
+    def make_room(self) -> None:
+        """Between two passes, now and then: where memory is about to run out (a KV cache grows), give up part of the caches."""
+        self._passes += 1
+        if self._passes % _PASSES_PER_LOOK == 0 and self.caches.held() and not self.device.is_capturing():
+            room = self.device.room()
+            if room is not None and room < LEAST_ROOM:
+                self.give_up_cache()
+
+    def give_up_cache(self) -> bool:
+        """Halve the caches, because memory is short: once with a warning. Returns whether that gave memory back."""
+        if self.device.is_capturing() or not self.caches.can_shrink:
+            return False
+        rows = self.caches.rows
+        if not self._counters.shrunk:
+            warnings.warn(
+                f"hf_prefetch: device memory is short on {self.device.name}, so the expert cache gets smaller than asked for: "
+                f"{rows // 2} experts a layer instead of {rows}, and fewer if that doesn't do. Decoding gets slower, with the "
+                "same output. Take a smaller expert_cache to have room for the KV cache.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._counters.shrunk = True
+        self._counters.fallbacks += 1
+        self.caches.shrink(rows // 2)
+        return True
+
+    def release(self, bank: ExpertBank) -> None:
+        """The kernels that read a bank are enqueued. Idempotent."""
+        self.ring.release(bank.index)
+        self.caches.release(bank.index)
+
+    def settle(self) -> None:
+        """Hold the host until nothing reads host memory, and forget what was read: it may be about to change."""
+        self.ring.settle()
+        self.caches.forget()
+
+    def close(self) -> None:
+        """Free what is held on the device. Idempotent."""
+        self.ring.close()
+        self.caches.close()
+
+    def _counter(self, bank: ExpertBank) -> RowCounter:
+        return self._counters.rows_of(bank.index, bank.layout.row_nbytes)
+
+
+def _raise_not_warm(bank: ExpertBank) -> NoReturn:
+    raise RuntimeError(
+        f"A CUDA graph is being captured over the experts of {bank.name}, whose memory on the device is not there yet. Run the "
+        "same step once without capture first, on the same model."
+    )
+
+
+def _raise_no_room(device: StreamDevice, bank: ExpertBank, error: Exception) -> NoReturn:
+    raise torch.OutOfMemoryError(
+        f"{bank.name} needs {bank.nbytes / 2**20:,.0f} MiB on {device.name} for one slot, and there is no room for it. "
+        "Free device memory (a shorter prompt, a smaller batch, an offloaded KV cache, other processes) or run the model on "
+        "another device with enable_expert_prefetch(model, device=...)."
+    ) from error
