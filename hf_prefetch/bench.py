@@ -123,8 +123,14 @@ class Bench:
         if not self.config.slots:
             return
         self.arms.append(on := Arm("on"))
-        part, budget = self.config.n_cpu_moe, self.config.gpu_memory
-        enable_expert_prefetch(self.model, self.config.slots, device=self.home, n_cpu_moe=part, gpu_memory=budget)
+        enable_expert_prefetch(
+            self.model,
+            self.config.slots,
+            device=self.home,
+            n_cpu_moe=self.config.n_cpu_moe,
+            gpu_memory=self.config.gpu_memory,
+            expert_cache=self.config.expert_cache,
+        )
         try:
             self._measure(on, lengths, decode_tokens, say)
             on.report = self._report()

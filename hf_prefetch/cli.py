@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -111,10 +112,19 @@ GpuMemory = Annotated[
     ),
 ]
 
+ExpertCache = Annotated[
+    str | None,
+    typer.Option(
+        "--expert-cache",
+        help='Device memory in which experts stay from token to token, as "4GiB", or a share of --gpu-memory, as 0.5.',
+    ),
+]
 
-def _config(slots: int, n_cpu_moe: int | None, gpu_memory: str | None) -> PrefetchConfig:
-    with _refusing(ValueError):
-        return PrefetchConfig(slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory)
+
+def _config(slots: int, n_cpu_moe: int | None, gpu_memory: str | None, expert_cache: str | None) -> PrefetchConfig:
+    with _refusing(ValueError, option="--expert-cache" if expert_cache else None):
+        cache = float(expert_cache) if expert_cache and re.fullmatch(r"0?\.\d+", expert_cache.strip()) else expert_cache
+        return PrefetchConfig(slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, expert_cache=cache)
 
 
 # -- commands -----------------------------------------------------------------------------------------------------------
@@ -130,14 +140,22 @@ def generate(
     device: Device = None,
     n_cpu_moe: NCpuMoe = None,
     gpu_memory: GpuMemory = None,
+    expert_cache: ExpertCache = None,
     report: Annotated[bool, typer.Option("--report", help="Print afterwards what prefetching did.")] = False,
 ) -> None:
     """Continue a text, printing it as it is written."""
     text = _prompt_text(prompt, prompt_file)
-    config, home = _config(prefetch_experts_slots, n_cpu_moe, gpu_memory), stream_device(device)
+    config, home = _config(prefetch_experts_slots, n_cpu_moe, gpu_memory, expert_cache), stream_device(device)
     tokenizer, writer = load_tokenizer(model), load_model(model)
     if config.slots:
-        enable_expert_prefetch(writer, config.slots, device=home, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory)
+        enable_expert_prefetch(
+            writer,
+            config.slots,
+            device=home,
+            n_cpu_moe=config.n_cpu_moe,
+            gpu_memory=config.gpu_memory,
+            expert_cache=config.expert_cache,
+        )
     else:
         writer.to(home.device)
     inputs = tokenizer(text, return_tensors="pt").to(writer.device)
@@ -161,12 +179,13 @@ def bench(
     device: Device = None,
     n_cpu_moe: NCpuMoe = None,
     gpu_memory: GpuMemory = None,
+    expert_cache: ExpertCache = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="A file to write the numbers to as well.")] = None,
 ) -> None:
     """Measure a model with prefetching off (if all of it fits on the device) and on: speed, memory and equal logits."""
     from .bench import Bench
 
-    config, home = _config(prefetch_experts_slots, n_cpu_moe, gpu_memory), stream_device(device)
+    config, home = _config(prefetch_experts_slots, n_cpu_moe, gpu_memory, expert_cache), stream_device(device)
     if json_file is not None and not json_file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {json_file.parent}", param_hint="--json")
     lengths = sorted({int(word) for word in prompt_lengths.split(",")})

@@ -7,11 +7,12 @@ from numbers import Integral
 
 from accelerate.utils import convert_file_size_to_int
 
-__all__ = ["DEFAULT_SLOTS", "MAX_SLOTS", "MIN_SLOTS", "PrefetchConfig"]
+__all__ = ["DEFAULT_GATE", "DEFAULT_SLOTS", "MAX_SLOTS", "MIN_SLOTS", "PrefetchConfig"]
 
 MIN_SLOTS = 2
 MAX_SLOTS = 4
 DEFAULT_SLOTS = 3
+DEFAULT_GATE = 2
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class PrefetchConfig:
         expert_cache: device memory in which the experts that decoding uses stay from token to token, in bytes or as "4GiB", or
             as a share of `gpu_memory` such as 0.5; None: no cache. With `gpu_memory` it is part of that budget. Allocated when
             it is first used. A token's experts must fit; half of all experts is a good size.
-        lookahead_gate: a call takes the lookahead path from this many routed ids per expert on. Below it most
-            experts are unlikely to be needed soon enough for a whole-bank copy to pay.
+        lookahead_gate: a call takes the lookahead path from this many routed ids per expert on. Below it most experts are
+            unlikely to be used, so a whole-bank copy doesn't pay. With the default it is only where the choice begins, and what
+            calls take decides; any other number is kept to.
         progress: show a progress bar while weights are moved; None shows one only where somebody would see it.
 
     Raises:
@@ -42,7 +44,7 @@ class PrefetchConfig:
     n_cpu_moe: int | None = None
     gpu_memory: int | str | None = None
     expert_cache: int | str | float | None = None
-    lookahead_gate: int = 2
+    lookahead_gate: int = DEFAULT_GATE
     progress: bool | None = None
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ _TITLES = {
     "resident": "all on the GPU",
     "pinned-serial": "pinned, no overlap",
     "accelerate": "accelerate",
-    "diffusers": "diffusers",
+    "diffusers": "diffusers, experts only",
     "diffusers-whole": "diffusers, whole model",
 }
 

@@ -244,6 +244,8 @@ def test_a_trace_of_another_model_is_refused() -> None:
 def test_a_replayed_graph_takes_the_next_tokens(device: torch.device) -> None:
     """And nothing of it makes the host wait."""
     model = build("mixtral")
+    # grouped_mm can't be captured in float32.
+    model.set_experts_implementation("batched_mm")
     bank = find_banks(model).banks[-1]
     experts = bank.modules[0].to(device)
     ids = table(model, 6)

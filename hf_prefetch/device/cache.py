@@ -104,7 +104,8 @@ class RowCaches:
     def _make(self, stored: StoredBank) -> RowCache:
         bank = stored.bank
         layout = bank.layout.with_rows(min(self.rows, bank.num_experts))
-        buffer = self.device.allocate(layout.nbytes)
+        # Rows that hold no expert yet are multiplied with weights of zero where ids say "not here" (expert parallelism).
+        buffer = self.device.allocate(layout.nbytes).zero_()
         table = RowTable(self.device, bank.num_experts, layout.specs[0].shape[0], self._decay)
         with torch.inference_mode(False):
             tensors = {name: nn.Parameter(view, requires_grad=False) for name, view in layout.views(buffer).items()}

@@ -109,9 +109,18 @@ def _assign(  # type: ignore[no-untyped-def]
 def _list(  # type: ignore[no-untyped-def]
     ids, fetched, from_rows, counts, totals, expert_of, number, total, rows, PADDED: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """The distinct experts among the ids in ascending order, and the row of a cache where each of them is, or -1."""
+    """The distinct experts among the ids in ascending order, and the row of a cache where each of them is, or -1.
+
+    Ids beyond the last expert count as the last: that one's weights are multiplied with weights of zero, so they must be there.
+    """
     experts = tl.arange(0, PADDED)
-    needed = _needs(ids, number, experts, CHUNK) * (experts < total).to(tl.int32)
+    needed = _needs(ids, number, experts, CHUNK)
+    beyond = 0
+    for start in range(0, number, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        some = tl.load(ids + place, mask=place < number, other=0)
+        beyond = tl.maximum(beyond, tl.max((some >= total).to(tl.int32), axis=0))
+    needed = tl.where(experts == total - 1, tl.maximum(needed, beyond), needed) * (experts < total).to(tl.int32)
     row = _row_of(expert_of, rows, experts, CHUNK)
     rank = tl.cumsum(needed, axis=0) - 1
     count = tl.sum(needed, axis=0)

@@ -74,7 +74,8 @@ class RowSender:
         Args:
             stored: the bank.
             slot: the slot's buffer.
-            ids: int64 in any shape; an id may come more than once, and ids beyond the last expert name nothing.
+            ids: int64 in any shape; an id may come more than once. Ids beyond the last expert (expert parallelism has them)
+                count as the last: implementations multiply that one with weights of zero, so it must be there.
             counter: counts them.
             cache: table, layout and buffer of the bank's cache, from which those come that are there.
         """
@@ -86,7 +87,7 @@ class RowSender:
             found = list_experts(ids, stored.bank.num_experts, table, totals)
             gather_rows(self._table(stored, layout), found, stored.block, rows, slot, to_rows=False)
             return
-        chosen = sorted({expert for expert in ids.reshape(-1).tolist() if 0 <= expert < stored.bank.num_experts})
+        chosen = sorted({min(expert, stored.bank.num_experts - 1) for expert in ids.reshape(-1).tolist() if expert >= 0})
         places = table.row_of().tolist() if table is not None else [-1] * stored.bank.num_experts
         stream = self.device.compute_stream()
         for expert in chosen:
@@ -97,6 +98,12 @@ class RowSender:
                 else:
                     slot[place].copy_(rows[_place(there, places[expert])])
         counter.add(len(chosen), sum(places[expert] < 0 for expert in chosen))
+
+    def count(self, experts: int, ids: torch.Tensor, totals: torch.Tensor) -> None:
+        """Add the number of distinct experts among `ids` to `totals`, where kernels do the work. Nothing is sent."""
+        from .kernels import list_experts
+
+        list_experts(ids, experts, None, totals)
 
     def send_to_cache(
         self,

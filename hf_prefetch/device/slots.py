@@ -21,7 +21,7 @@ into it while a graph is replayed. It must be one whose last writer was a comput
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -132,12 +132,13 @@ class SlotRing:
         self._slots.sort(key=lambda slot: not slot.is_leased)
         del self._slots[count:]
 
-    def fill(self, stored: StoredBank, keep: Collection[int] = ()) -> bool:
+    def fill(self, stored: StoredBank, keep: Collection[int] = (), note: Callable[[int, Any, Any], None] | None = None) -> bool:
         """Enqueue the copy of a bank into the next slot. Does nothing if the bank is in a slot already.
 
         Args:
             stored: the bank and its bytes in host memory.
             keep: indices of banks whose slots must not be taken for it.
+            note: gets the copy's bytes and the marks around it.
 
         Returns:
             Whether the bank is in a slot now, or on its way; False if there was no slot to take.
@@ -157,11 +158,15 @@ class SlotRing:
         slot.version = stored.version
         copy_stream = self.device.copy_stream()
         self.device.wait(copy_stream, slot.free)
-        begin = self.device.mark(copy_stream) if self.timeline else None
+        begin = self.device.mark(copy_stream) if self.timeline or note else None
         self.device.copy(copy_stream, slot.buffer[: stored.bank.nbytes], stored.block)
         self.device.record(slot.ready, copy_stream)
-        if self.timeline:
-            self.timeline.add("copy", stored.bank.name, self.device, begin, self.device.mark(copy_stream))
+        if self.timeline or note:
+            end = self.device.mark(copy_stream)
+            if self.timeline:
+                self.timeline.add("copy", stored.bank.name, self.device, begin, end)
+            if note:
+                note(stored.bank.nbytes, begin, end)
         slot.state, slot.bank = SlotState.FILLED, stored.bank.index
         return True
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from ..config import DEFAULT_GATE
 from ..device.cache import RowCache, RowCaches
 from ..device.rows import RowCounter, RowSender
 from ..device.slots import SlotRing
@@ -18,16 +19,19 @@ from ..memory.ledger import Purpose
 from ..memory.store import HostStore
 from ..report import Counters
 from ..streams import StreamDevice
+from .observer import Observer
 from .plan import LookaheadOrder
-from .policy import LOOKAHEAD, depth_in_acquire
+from .policy import LOOKAHEAD, depth_in_acquire, is_small
 from .replacement import Replacement
 from .residency import cache_rows
 
-__all__ = ["LEAST_ROOM", "Handout", "Lane"]
+__all__ = ["LEAST_MEASURED", "LEAST_ROOM", "Handout", "Lane"]
 
 # Device memory below which row caches make room for what else may grow, in bytes, and how many passes may go by unwatched.
 LEAST_ROOM = 256 * 2**20
 _PASSES_PER_LOOK = 8
+# Banks of fewer bytes take less time on the way than it takes to launch their copies.
+LEAST_MEASURED = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,12 @@ class Lane:
         self.slots = slots
         self.looks_ahead = device.overlaps
         self.announced = False
+        self.observer = Observer(device)
         self._passes = 0
+        self._wants_rows: dict[int, bool] = {}
+        self._sender = sender = RowSender(device)
         self.replacement = Replacement()
         self.order = LookaheadOrder([bank.index for bank in banks])
-        sender = RowSender(device)
         self.ring = SlotRing(device, max(bank.nbytes for bank in banks), sender)
         rows = cache_rows([bank.layout.row_nbytes for bank in banks if bank.layout.has_rows], cache_budget)
         self.caches = RowCaches(device, sender, min(rows, max(bank.num_experts for bank in banks)), self.replacement.decay)
@@ -92,7 +98,7 @@ class Lane:
     def send(self, bank: ExpertBank, *, ahead: bool, keep: tuple[int, ...] = ()) -> bool:
         """Have a whole bank in a slot or on its way there. Returns whether there was a slot to take."""
         already = self.ring.slot_of(bank.index) is not None
-        filled = self.ring.fill(self._store[bank], keep)
+        filled = self.ring.fill(self._store[bank], keep, self.observer.note_copy if self._is_measured(bank) else None)
         if filled and not already:
             self._counters.count_copy(bank.index, bank.nbytes, ahead=ahead)
         return filled
@@ -145,7 +151,7 @@ class Lane:
             if ids is None:
                 return self.send(bank, ahead=False)
             cache = self.caches.hold(stored) if self.caches.of(bank.index) is not None else None
-            return self.ring.fill_rows(stored, ids, self._counter(bank), cache)
+            return self._watched(bank, ids, lambda: self.ring.fill_rows(stored, ids, self._counter(bank), cache))
 
         if fill():
             return
@@ -157,6 +163,53 @@ class Lane:
         except torch.OutOfMemoryError as error:
             _raise_no_room(self.device, bank, error)
         fill()
+
+    def wants_rows(self, bank: ExpertBank, routed_ids: int | None, gate: int, *, can_route: bool) -> bool:
+        """Whether a call should get single experts after its router instead of whole banks ahead of use.
+
+        That is measured where kernels send them and their bytes decide. Elsewhere it is a matter of how many ids there are. All
+        calls of a size in a pass get the same answer.
+        """
+        few = is_small(routed_ids, bank.num_experts, gate)
+        if routed_ids is None or gate != DEFAULT_GATE or not can_route or not self._is_measured(bank):
+            return few
+        if routed_ids not in self._wants_rows:
+            row_nbytes = bank.layout.row_nbytes
+            pays = self.observer.experience.routed_pays(routed_ids, bank.num_experts, bank.nbytes, row_nbytes)
+            self._wants_rows[routed_ids] = pays
+        return self._wants_rows[routed_ids]
+
+    def count_experts(self, bank: ExpertBank, ids: torch.Tensor) -> None:
+        """A call gets whole banks: see how many of their experts it uses, in case single ones would have been less."""
+        if self._is_measured(bank) and self.observer.wants(ids.numel()):
+            totals = RowCounter().tensor(ids.device)
+
+            def count() -> None:
+                self._sender.count(bank.num_experts, ids, totals)
+
+            self.observer.note_experts(totals, count, ids.numel(), bank.num_experts, 0)
+
+    def note_call(self, bank: ExpertBank, routed_ids: int | None, begin: Any, end: Any) -> None:
+        """Between the two marks a call waited for its experts."""
+        if routed_ids is not None and self._is_measured(bank):
+            self.observer.note_call(routed_ids, begin, end)
+
+    def _watched(self, bank: ExpertBank, ids: torch.Tensor, fill: Callable[[], bool]) -> bool:
+        """Enqueue the copies of single experts, and note what they take."""
+        if self.device.is_capturing() or not self._is_measured(bank) or not self.observer.wants(ids.numel()):
+            return fill()
+        filled = [False]
+
+        def count() -> None:
+            filled[0] = fill()
+
+        totals = self._counter(bank).tensor(ids.device)
+        self.observer.note_experts(totals, count, ids.numel(), bank.num_experts, bank.layout.row_nbytes)
+        return filled[0]
+
+    def _is_measured(self, bank: ExpertBank) -> bool:
+        """Whether a bank's bytes decide about time, and kernels send its experts, so that nothing waits for the router."""
+        return bank.nbytes >= LEAST_MEASURED and self._sender.has_kernels(self._store[bank])
 
     def hand_out_slot(self, bank: ExpertBank) -> Handout:
         """Make the compute stream wait for a bank's slot. `use_slot` came before."""
@@ -198,10 +251,14 @@ class Lane:
                 self.caches.is_full = True
             return None
 
-    def make_room(self) -> None:
-        """Between two passes, now and then: where memory is about to run out (a KV cache grows), give up part of the caches."""
+    def begin_pass(self) -> None:
+        """A pass begins: learn from the ones before. Now and then look whether memory is about to run out, because a KV cache
+        grows, and give up part of the caches.
+        """
         self._passes += 1
-        if self._passes % _PASSES_PER_LOOK == 0 and self.caches.held() and not self.device.is_capturing():
+        self._wants_rows.clear()
+        self.observer.begin_pass()
+        if self._passes % _PASSES_PER_LOOK == 0 and self.caches.held():
             room = self.device.room()
             if room is not None and room < LEAST_ROOM:
                 self.give_up_cache()

@@ -110,7 +110,8 @@ class PrefetchScheduler:
             if not lane.announced:
                 # Weights may have been written to between two passes, in ways that leave no trace.
                 lane.ring.forget_what_was_sent_ahead()
-            lane.make_room()
+            if not capturing:
+                lane.begin_pass()
         lane.announced = False
         path = self._path(lane, bank, routed_ids, ids, remaps=remaps, capturing=capturing)
         if path is Path.CACHED and ids is not None:
@@ -123,7 +124,10 @@ class PrefetchScheduler:
             handout = lane.hand_out_slot(bank)
             if path is not Path.ROUTED and ids is not None and bank.layout.has_rows:
                 lane.keep_from_slot(bank, ids)
+                lane.count_experts(bank, ids)
         end = None if capturing else lane.device.mark(lane.device.compute_stream())
+        if not capturing:
+            lane.note_call(bank, routed_ids, begin, end)
         if lane.ring.timeline and begin is not None:
             lane.ring.timeline.add("wait", bank.name, lane.device, begin, end)
             self._computing_since[bank.index] = end
@@ -159,11 +163,13 @@ class PrefetchScheduler:
         Without this the first host-resident bank would only be sent when it is asked for.
         """
         for lane in dict.fromkeys(self._lane_of.values()):
-            experts = max(bank.num_experts for bank, other in self._lane_of.items() if other is lane)
-            path = choose_path(routed_ids, experts, self.config.lookahead_gate, can_look_ahead=lane.looks_ahead)
+            if lane.device.is_capturing():
+                continue
+            first = self.store.bank(lane.order.upcoming(1)[0])
+            few = lane.wants_rows(first, routed_ids, self.config.lookahead_gate, can_route=first.layout.has_rows)
             lane.ring.forget_what_was_sent_ahead()
             lane.announced = True
-            if path is Path.LOOKAHEAD and not lane.device.is_capturing() and lane.has_slots():
+            if choose_path(wants_rows=few, can_look_ahead=lane.looks_ahead) is Path.LOOKAHEAD and lane.has_slots():
                 lane.send_first()
 
     def _path(
@@ -171,16 +177,12 @@ class PrefetchScheduler:
     ) -> Path:
         """The way of this call, and what it needs on the device made ready."""
         can_route = ids is not None and bank.layout.has_rows
-        can_cache = can_route and remaps and routed_ids is not None and lane.caches.fits(routed_ids, bank.num_experts)
-        # What is decided on the host for one prompt can't be replayed for another, so a graph gets the experts it routes to.
-        count = 0 if capturing else routed_ids
         path = choose_path(
-            count,
-            bank.num_experts,
-            self.config.lookahead_gate,
+            # What is decided on the host for one prompt can't be replayed for another: a graph gets the experts it routes to.
+            wants_rows=capturing or lane.wants_rows(bank, routed_ids, self.config.lookahead_gate, can_route=can_route),
             can_look_ahead=lane.looks_ahead,
             can_route=can_route,
-            can_cache=can_cache,
+            can_cache=remaps and routed_ids is not None and lane.caches.fits(routed_ids, bank.num_experts),
         )
         if path is Path.CACHED and lane.cache_of(bank) is None:
             return Path.ROUTED
