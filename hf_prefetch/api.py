@@ -18,7 +18,7 @@ from .homes import Device, Homes, choose_homes
 from .hooks import ExpertPrefetchHook, announce, attach, detach, hook_of
 from .memory.ledger import Purpose
 from .memory.store import HostStore
-from .placement import Placement, TakenHooks
+from .placement import DeviceMap, Placement, TakenHooks
 from .progress import byte_progress
 from .scheduling.scheduler import PrefetchScheduler
 from .undo import Undo
@@ -169,6 +169,11 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo)
             bar.update(bank.nbytes)
     if homes.rest is not None:
         placement.move(homes.rest.device)
+    device_map = DeviceMap(model)
+    undo.add(device_map.restore)
+    device_map.claim(homes.host, (home.device for home in homes.host.values()))
+    undo.add(_forget_compiled_call, model)
+    _forget_compiled_call(model)
     for home in homes.devices:
         home.trim()
     scheduler = PrefetchScheduler(config, store, homes.host, resident=len(homes.resident))
@@ -186,6 +191,11 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo)
     undo.add(_detach, scheduler)
     model.__dict__.update({"expert_prefetch": scheduler, _UNDO: undo})
     return scheduler
+
+
+def _forget_compiled_call(model: nn.Module) -> None:
+    """transformers keeps what it has compiled for `generate`; it was compiled around other hooks."""
+    model.__dict__.pop("_compiled_call", None)
 
 
 def _detach(scheduler: PrefetchScheduler) -> None:

@@ -18,7 +18,7 @@ from .discovery import ExpertBank
 from .hooks import all_or_nothing, flatten, put_on
 from .memory.store import send_parameter
 
-__all__ = ["Placement", "TakenHooks", "is_dispatched", "offload_device"]
+__all__ = ["DeviceMap", "Placement", "TakenHooks", "is_dispatched", "offload_device"]
 
 # Where a module keeps the hook that was taken off it: it still says how the model was dispatched.
 _TAKEN = "_hf_prefetch_taken"
@@ -63,6 +63,39 @@ class Placement:
                 with torch.inference_mode(False):
                     module._buffers[name] = buffer.to("cpu")
             self._buffers.pop()
+
+
+class DeviceMap:
+    """What a dispatched model says about itself (`hf_device_map`).
+
+    transformers does not compile a decoding step of a model that has parts on the CPU or on disk. The experts that were
+    taken over are prefetched and no longer offloaded, so the map says that they are on the device that computes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before: dict[str, object] | None = None
+
+    def claim(self, banks: Iterable[ExpertBank], devices: Iterable[torch.device]) -> None:
+        """Enter the devices of banks that the map names by themselves. What is named with more around it stays as it is."""
+        before = self._model.__dict__.get("hf_device_map")
+        if not isinstance(before, dict):
+            return
+        names = {module: name for name, module in self._model.named_modules()}
+        after = dict(before)
+        numbers = any(isinstance(place, int) for place in before.values())
+        for bank, device in zip(banks, devices, strict=True):
+            for name in map(names.get, bank.modules):
+                if name in after and device.type != "cpu":
+                    after[name] = device.index if numbers else str(device)
+        if after != before:
+            self._before = before
+            self._model.__dict__["hf_device_map"] = after
+
+    def restore(self) -> None:
+        """Put the map back. Idempotent."""
+        if self._before is not None:
+            self._model.__dict__["hf_device_map"], self._before = self._before, None
 
 
 def is_dispatched(model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-__all__ = ["SCHEMA", "derive", "table"]
+__all__ = ["SCHEMA", "arm_rows", "derive", "prompt_rows", "table"]
 
 SCHEMA = "decode/1"
 CONTRACT = {"no cache": 1.10, "cached": 1.10, "prefill": 1.05, "gather": 0.90}
@@ -46,50 +46,73 @@ def derive(results: Json) -> Json:
     return results
 
 
+def arm_rows(results: Json) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of arms."""
+    head = ["arm", "eager, ms", "/ limit", "graph, ms", "/ limit", "tokens/s", "hit rate", "MB a token", "equal", "waits"]
+    rows = []
+    for name, arm in results["decode"].items():
+        if "eager" not in arm:
+            rows.append([name, str(arm.get("error", "not measured")), *["-"] * (len(head) - 2)])
+            continue
+        eager, graph = arm["eager"], arm.get("graph")
+        best = graph or eager
+        rows.append(
+            [
+                name,
+                _cell(1e3 * eager["mean"], 2),
+                _cell(eager.get("ratio"), 3),
+                _cell(1e3 * graph["mean"] if graph else None, 2),
+                _cell(graph.get("ratio") if graph else None, 3),
+                _cell(arm["batch"] / best["mean"], 1),
+                _cell(best.get("hit_rate"), 3),
+                _cell(best["sent_bytes"] / arm["batch"] / 1e6, 1),
+                _equality(arm.get("equal")),
+                _waits(arm.get("synchronisations")),
+            ]
+        )
+    return head, rows
+
+
+def prompt_rows(results: Json) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of prompts."""
+    head = ["tokens", "as chosen, s", "lookahead only, s", "routed only, s", "/ better", "routed MB"]
+    rows = []
+    for length, ways in results["prefill"].items():
+        values = [ways.get(way, {}).get("median") for way in ("policy", "lookahead-only", "routed-only")]
+        moved = ways.get("routed-only", {}).get("sent_bytes")
+        ratio = ways.get("policy", {}).get("ratio")
+        rows.append(
+            [f"{int(length):,}", *(_cell(v, 4) for v in values), _cell(ratio, 3), _cell(moved / 1e6 if moved else None, 0)]
+        )
+    return head, rows
+
+
 def table(results: Json) -> str:
     """Everything as text."""
     model, link = results["model"], results["link"]
+    rates = ", ".join(
+        f"{name.removesuffix('_gb_per_s')} {value:.1f} GB/s" for name, value in link.items() if "gb_per_s" in name
+    )
     lines = [
         f"{model['name']}, {model['layers']} layers, {model['experts']} experts, top {model['top_k']}; "
         f"routing {model['profile']}",
         f"{results['machine']['name']}; torch {results['machine']['torch']}, transformers {results['machine']['transformers']}",
-        "link "
-        + ", ".join(f"{name.removesuffix('_gb_per_s')} {value:.1f} GB/s" for name, value in link.items() if "gb_per_s" in name),
-        "",
-        f"{'arm':<22} {'eager ms':>9} {'/ limit':>8} {'graph ms':>9} {'/ limit':>8} {'tokens/s':>9} {'hits':>6} "
-        f"{'MB/token':>9}  equal",
+        f"link: {rates}",
     ]
-    for name, arm in results["decode"].items():
-        if "error" in arm:
-            lines.append(f"{name:<22} {arm['error']}")
-        if "eager" not in arm:
-            continue
-        eager, graph = arm["eager"], arm.get("graph", {})
-        best = graph or eager
-        cells = [
-            f"{1e3 * eager['mean']:>9.2f}",
-            _cell(eager.get("ratio"), 8, 3),
-            _cell(1e3 * graph["mean"] if graph else None, 9, 2),
-            _cell(graph.get("ratio"), 8, 3),
-            f"{arm['batch'] / best['mean']:>9.1f}",
-            _cell(best.get("hit_rate"), 6, 3),
-            f"{best['sent_bytes'] / 1e6:>9.1f}",
-        ]
-        lines.append(f"{name:<22} {' '.join(cells)}  {_equality(arm.get('equal'))}{_waits(arm.get('synchronisations'))}")
-    if results["prefill"]:
-        lines += ["", f"{'tokens':>7} {'policy':>9} {'lookahead':>10} {'routed':>9} {'/ better':>9} {'routed MB':>10}"]
-        for length, ways in results["prefill"].items():
-            values = [ways.get(way, {}).get("median") for way in ("policy", "lookahead-only", "routed-only")]
-            moved = ways.get("routed-only", {}).get("sent_bytes")
-            lines.append(
-                f"{length:>7} {_cell(values[0], 9, 4)} {_cell(values[1], 10, 4)} {_cell(values[2], 9, 4)} "
-                f"{_cell(ways.get('policy', {}).get('ratio'), 9, 3)} {_cell(moved / 1e6 if moved else None, 10, 0)}"
-            )
+    for head, rows in (arm_rows(results), prompt_rows(results)):
+        if rows:
+            widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+            lines += ["", *(_line(row, widths) for row in (head, *rows))]
     return "\n".join(lines)
 
 
-def _cell(value: float | None, width: int, digits: int) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}f}"
+def _line(row: list[str], widths: list[int]) -> str:
+    cells = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
+    return "  ".join([f"{row[0]:<{widths[0]}}", *cells]).rstrip()
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def _equality(equal: Json | None) -> str:
@@ -97,10 +120,8 @@ def _equality(equal: Json | None) -> str:
         return "-"
     if equal["other_outputs"]:
         return f"NO: {equal['other_outputs']} of {equal['calls']} calls"
-    return "yes" if not equal["other_inputs"] else f"for {equal['calls'] - equal['other_inputs']} of {equal['calls']} calls"
+    return "yes" if not equal["other_inputs"] else f"{equal['calls'] - equal['other_inputs']:,} of {equal['calls']:,}"
 
 
 def _waits(found: Json | None) -> str:
-    if found is None:
-        return ""
-    return "" if found["sync_debug_mode"] == "none" else f"; waits: {found['sync_debug_mode'][:60]}"
+    return "-" if found is None else found["sync_debug_mode"][:60]

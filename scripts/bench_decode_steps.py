@@ -6,7 +6,6 @@ between them is the experts' doing.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +41,7 @@ class Steps:
         vocabulary = self.model.config.vocab_size
         self._prompt = torch.randint(0, vocabulary, (batch, prompt), generator=generator).to(device)
         self._tokens = torch.randint(0, vocabulary, (steps, batch, 1), generator=generator).to(device)
+        self._side: torch.cuda.Stream | None = None
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self.cache = StaticCache(config=self.model.config, max_cache_len=prompt + steps + 8)
@@ -73,14 +73,15 @@ class Steps:
 
     def capture(self) -> torch.cuda.CUDAGraph:
         """A graph of one step. What is warmed up and captured goes through the caches too, so `begin` comes after it."""
-        side = torch.cuda.Stream()
+        # The same one each time: cuBLAS keeps a workspace for every stream that it has met.
+        side = self._side = self._side or torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
                 self.step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):
             self.step()
         synchronize(self.subject.device)
         return graph
@@ -139,8 +140,3 @@ class Recorder:
             "other_inputs": int((~same_inputs).sum()),
             "other_outputs": int((same_inputs & ~same_outputs).sum()),
         }
-
-
-def median(seconds: list[float]) -> float:
-    """The median."""
-    return statistics.median(seconds)

@@ -4,25 +4,27 @@
     python scripts/render_docs.py --check    # exit with 1 if anything would
 
 A region begins with a line `<!-- table: NAME -->` and ends with a line `<!-- end -->`. NAME is `readme` for the short table of
-the README, or the name of a file in docs/benchmarks/ without its suffix.
+the README, or the name of a file in docs/benchmarks/ without its suffix, those in its folder decode/ as decode/NAME.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_decode_report
 from bench_table import equality_word
 from published import IMAGES, MAIN_ARM, image_name, machine_line, model_line, read
 
 Json = dict[str, Any]
 
-DOCUMENTS = ("README.md", "docs/benchmarks.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/decode.md")
 # The file that the README shows, the prompts, and the arms beside what the link allows.
 README_FILE = "qwen3-30b-a3b"
 README_LENGTHS = (200, 2048, 8192, 32768)
@@ -64,6 +66,8 @@ def render(text: str, root: Path, folder: Path) -> str:
         source = root / "docs" / "benchmarks" / f"{README_FILE if name == 'readme' else name}.json"
         if not source.is_file():
             body = NOTHING
+        elif name.startswith("decode/"):
+            body = decode_table(json.loads(source.read_text(encoding="utf-8")), source.stem, root, folder)
         elif name == "readme":
             body = readme_table(read(source), image_links(root, folder, source.stem, ("prefill",)))
         else:
@@ -162,6 +166,37 @@ def full_table(results: Json, images: list[str]) -> str:
         scores = ", ".join(f"`{name}` {score['correct']} of {score['total']}" for name, score in recalls.items())
         lines.append(f"- recall task: {scores}")
     return "\n".join([*lines, "", *_check_lines(results.get("checks", []))]).replace("\n\n\n", "\n\n")
+
+
+# -- decode -------------------------------------------------------------------------------------------------------------
+
+
+def decode_table(results: Json, stem: str, root: Path, folder: Path) -> str:
+    """A file of scripts/bench_decode.py: every arm, and prompts of every length."""
+    model, link = results["model"], results["link"]
+    lines = [
+        f"- {model['name']}, {model['layers']} layers of {model['experts']} experts, top {model['top_k']}, "
+        f"{model['bank_bytes'] / 1e9:,.1f} GB of them; routing `{model['profile']}`",
+        f"- {results['machine']['name']}; torch {results['machine']['torch']}, transformers "
+        f"{results['machine']['transformers']}, hf_prefetch {results['machine']['hf_prefetch']}",
+        f"- copies from page-locked memory {link['gb_per_s']:.1f} GB/s, the gather kernel {link['gather_gb_per_s']:.1f} GB/s",
+        f"- {results['date']}, {results['elapsed_seconds']:,.0f} s in all, by:",
+        "",
+        "```",
+        command(results),
+        "```",
+        "",
+    ]
+    image = root / "docs" / "images" / f"decode-{stem}.png"
+    if image.is_file():
+        lines += [f"![Time of a token and hit rate against the size of the cache]({image.relative_to(folder).as_posix()})", ""]
+    lines += grid(*bench_decode_report.arm_rows(results))
+    if results["prefill"]:
+        lines += ["", *grid(*bench_decode_report.prompt_rows(results))]
+    return "\n".join(lines)
+
+
+# -- one row, one check -------------------------------------------------------------------------------------------------
 
 
 def _row(name: str, key: str, point: Json, equality: Json | None) -> list[str]:

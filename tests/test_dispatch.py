@@ -28,7 +28,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_prefetch.homes
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
+from hf_prefetch.discovery import find_banks
 from hf_prefetch.hooks import ExpertPrefetchHook, flatten, hook_of
+from hf_prefetch.placement import DeviceMap
 from hf_prefetch.testing import FakeDevice
 from models import GATE, Snapshot, bank_bytes, build, experts_of, prompt
 
@@ -482,3 +484,19 @@ def test_a_dispatch_to_meta_weights_is_refused(tmp_path: Path) -> None:
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
     with pytest.raises(ValueError, match="on the meta device"):
         enable_expert_prefetch(model)
+
+
+def test_a_dispatched_model_says_that_its_experts_are_on_the_device() -> None:
+    """transformers reads the map, and does not compile decoding for a model with parts on the CPU or on disk."""
+    model = build("qwen3_moe")
+    banks = find_banks(model).banks
+    device = torch.device("cuda", 0)
+    before = {"model.embed_tokens": 0, banks[0].name: "cpu", banks[1].name: "disk", "model.layers.2": "cpu"}
+    model.hf_device_map = before
+    device_map = DeviceMap(model)
+    device_map.claim(banks[:3], [device] * 3)
+    assert model.hf_device_map == {**before, banks[0].name: 0, banks[1].name: 0}
+    device_map.restore()
+    assert model.hf_device_map is before
+    device_map.restore()
+    assert model.hf_device_map is before

@@ -61,6 +61,10 @@ class RowSender:
         """Whether kernels do the work, so that nothing is decided on the host."""
         return self.device.device.type == "cuda" and stored.is_pinned and _triton_is_there()
 
+    def decides_on_host(self, stored: StoredBank) -> bool:
+        """Whether the host has to see the ids, so that no CUDA graph can be captured."""
+        return self.device.device.type == "cuda" and not self.has_kernels(stored)
+
     def send_to_slot(
         self,
         stored: StoredBank,

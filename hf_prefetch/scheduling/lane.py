@@ -281,6 +281,11 @@ class Lane:
         self.caches.shrink(rows // 2)
         return True
 
+    def can_be_captured(self, bank: ExpertBank) -> bool:
+        """Whether a graph can send a bank's experts: page-locked memory, and nothing for the host to decide."""
+        stored = self._store[bank]
+        return bank.layout.has_rows and stored.is_pinned and not self._sender.decides_on_host(stored)
+
     def release(self, bank: ExpertBank) -> None:
         """The kernels that read a bank are enqueued. Idempotent."""
         self.ring.release(bank.index)

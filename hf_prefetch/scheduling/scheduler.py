@@ -103,7 +103,7 @@ class PrefetchScheduler:
         """
         lane = self._lane_of[bank]
         capturing = lane.device.is_capturing()
-        self._check_usable(bank, capturing=capturing, can_route=ids is not None and bank.layout.has_rows)
+        self._check_usable(bank, capturing=capturing, can_route=ids is not None)
         self._is_leased |= capturing and not self._in_compiled_code
         begin = None if capturing else lane.device.mark(lane.device.compute_stream())
         if lane.order.observe(bank.index):
@@ -196,7 +196,7 @@ class PrefetchScheduler:
                 "These experts belong to a model whose prefetching has ended: another thread has disabled it, or the model "
                 "that enable_expert_prefetch was called on is gone. Keep that object alive while any part of it is used."
             )
-        if capturing and not (can_route and self.store[bank].is_pinned):
+        if capturing and not (can_route and self._lane_of[bank].can_be_captured(bank)):
             raise RuntimeError(
                 f"A CUDA graph can't be captured over the experts of {bank.name}: that takes page-locked host memory, Triton, "
                 "and one of the experts implementations eager, batched_mm and grouped_mm. Run this part without capture, or "

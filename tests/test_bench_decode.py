@@ -1,0 +1,87 @@
+"""The decode benchmark on the CPU stand-in, and what documents make of its file."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SIZES = "--rows 2,4,8 --batches 1,4 --prompt 24 --steps 9 --lengths 1,16 --repeats 1 --layers 3"
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Callable[[str], ModuleType]]:
+    """Import a script by its name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "scripts"))
+        yield importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def run(scripts: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One run of it, as it is written to its file."""
+    path = tmp_path_factory.mktemp("decode") / "tiny.json"
+    scripts("bench_decode").main(["--model", "tiny", "--device", "cpu", *SIZES.split(), "--out", str(path)])
+    results: dict[str, Any] = json.loads(path.read_text())
+    return results
+
+
+def test_every_arm_computes_what_the_resident_one_does(run: dict[str, Any]) -> None:
+    """Each experts module in each step got the same and gave the same."""
+    arms = run["decode"]
+    half = [f"{name}{batch}" for batch in ("", ", batch 4") for name in ("resident", "no cache", "4 rows")]
+    assert set(arms) == {*half, "2 rows", "8 rows"}
+    for name, arm in arms.items():
+        assert arm["equal"] == {"calls": 3 * 9, "other_inputs": 0, "other_outputs": 0}, name
+
+
+def test_bigger_caches_hit_more_and_send_less(run: dict[str, Any]) -> None:
+    """Down to nothing, where all experts have a row."""
+    arms = [run["decode"][f"{rows} rows"]["eager"] for rows in (2, 4, 8)]
+    rates = [arm["hit_rate"] for arm in arms]
+    assert rates == sorted(rates)
+    assert rates[-1] == 1.0
+    assert [arm["sent_bytes"] for arm in arms] == sorted((arm["sent_bytes"] for arm in arms), reverse=True)
+    assert run["decode"]["no cache"]["eager"]["hit_rate"] == 0.0
+    assert run["decode"]["no cache"]["eager"]["needed_rows"] == 3 * 2
+
+
+def test_prompts_go_each_way(run: dict[str, Any]) -> None:
+    """One token has two experts a layer; the lookahead sends them all."""
+    ways = run["prefill"]["1"]
+    assert ways["routed-only"]["sent_bytes"] == run["model"]["row_bytes"] * 2
+    assert ways["lookahead-only"]["sent_bytes"] >= run["model"]["bank_bytes"]
+    assert ways["policy"]["ratio"] > 0
+
+
+def test_the_table_and_the_document(
+    scripts: Callable[[str], ModuleType], run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each arm has a line in both."""
+    folder = tmp_path / "docs" / "benchmarks" / "decode"
+    folder.mkdir(parents=True)
+    (folder / "tiny.json").write_text(json.dumps(run))
+    scripts("bench_decode").main(["--show", str(folder / "tiny.json")])
+    shown = capsys.readouterr().out
+    text = scripts("render_docs").render("<!-- table: decode/tiny -->\n<!-- end -->\n", tmp_path, tmp_path / "docs")
+    for name in run["decode"]:
+        assert f"\n{name} " in shown
+        assert f"| {name} |" in text
+
+
+def test_an_arm_that_fails_does_not_stop_the_others(scripts: Callable[[str], ModuleType]) -> None:
+    """It is noted, and said in the table."""
+    module = scripts("bench_decode")
+    bench = module.DecodeBench(module.parse(["--model", "tiny", "--device", "cpu", "--layers", "2"]))
+
+    def fails() -> None:
+        raise RuntimeError("on purpose")
+
+    bench.attempt("broken", fails)
+    assert bench.results["decode"]["broken"]["error"] == "RuntimeError: on purpose"
+    assert "on purpose" in module.bench_decode_report.table(bench.results)
