@@ -18,7 +18,7 @@ from torch import nn
 
 from .layout import BankLayout, is_dense
 
-__all__ = ["Discovery", "ExpertBank", "Refusal", "find_banks", "reads_only_routed_rows", "takes_other_ids"]
+__all__ = ["Discovery", "ExpertBank", "Refusal", "find_banks", "implementation_of", "reads_only_routed_rows", "takes_other_ids"]
 
 _SPARSE = ("eager", "batched_mm", "grouped_mm")
 
@@ -123,23 +123,27 @@ def find_banks(model: nn.Module) -> Discovery:
     return Discovery(banks, tuple(refusals))
 
 
-def reads_only_routed_rows(module: nn.Module, forward: Callable[..., object]) -> bool:
+def implementation_of(module: nn.Module) -> str | None:
+    """Which of transformers' experts implementations a call of a module takes, if it is one that asks for that."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+def reads_only_routed_rows(module: nn.Module, forward: Callable[..., object], implementation: str | None) -> bool:
     """Whether a call of `forward`, the module's own, looks at no other experts than those whose ids it is given.
 
     transformers' implementations of a decorated experts class do, and which one runs is looked up at each call. Of others,
     a kernel that was put in its place for example, nothing is known.
     """
     own = getattr(forward, "__func__", None) is type(module).forward
-    decorated = hasattr(module, "has_gate") and hasattr(module, "is_transposed")
-    return own and decorated and getattr(getattr(module, "config", None), "_experts_implementation", None) in _SPARSE
+    return own and implementation in _SPARSE and "has_gate" in module.__dict__ and "is_transposed" in module.__dict__
 
 
-def takes_other_ids(module: nn.Module) -> bool:
+def takes_other_ids(module: nn.Module, implementation: str | None) -> bool:
     """Whether a module that reads only routed rows gives the same bits when its experts are numbered otherwise.
 
     `eager` adds up the experts' outputs in the order of their ids; the others do so in the order in which a token lists them.
     """
-    return "num_experts" in module.__dict__ and getattr(module.config, "_experts_implementation", None) != "eager"
+    return implementation != "eager" and "num_experts" in module.__dict__
 
 
 def _bank(index: int, holders: list[tuple[str, nn.Module]]) -> ExpertBank:

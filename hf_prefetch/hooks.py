@@ -20,7 +20,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .discovery import ExpertBank, reads_only_routed_rows, takes_other_ids
+from .discovery import ExpertBank, implementation_of, reads_only_routed_rows, takes_other_ids
 from .ops import register
 from .scheduling.scheduler import PrefetchScheduler
 
@@ -75,12 +75,13 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
             return self._attempt(module, forward, args, kwargs)
 
     def _attempt(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        restored = False
         try:
             try:
-                ids = self.bank.ids(args, kwargs)
-                rows = ids if reads_only_routed_rows(module, forward) else None
+                ids, implementation = self.bank.ids(args, kwargs), implementation_of(module)
+                rows = ids if reads_only_routed_rows(module, forward, implementation) else None
                 count = None if ids is None else ids.numel()
-                remaps = rows is not None and takes_other_ids(module)
+                remaps = rows is not None and takes_other_ids(module, implementation)
                 handout = self.scheduler.acquire(self.bank, count, rows, remaps=remaps)
                 if handout.ids is not None:
                     args, kwargs = self.bank.with_ids(args, kwargs, handout.ids)
@@ -92,9 +93,11 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                 raise
             finally:
                 self._restore(module)
+                restored = True
         finally:
             # Once more, for an interrupt that came before or in the middle of the one above (invariant 4).
-            self._restore(module)
+            if not restored:
+                self._restore(module)
 
     def _restore(self, module: nn.Module) -> None:
         """Point the module at the host again and let the slot go. Idempotent."""
@@ -159,7 +162,7 @@ def _traceable(hook: ExpertPrefetchHook, module: nn.Module, original: Callable[.
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and _fits_operator(args, kwargs, device):
-            implementation = str(getattr(getattr(module, "config", None), "_experts_implementation", None))
+            implementation = str(implementation_of(module))
             autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
             return torch.ops.hf_prefetch.experts(*args, number, implementation, autocast)
         return untraced(*args, **kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -60,7 +61,7 @@ class BankLayout:
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return BankLayout(tuple(specs), offset)
 
-    @property
+    @cached_property
     def has_rows(self) -> bool:
         """Whether each expert's weights are one run of whole 8-byte words in every tensor."""
         return all(
@@ -68,7 +69,7 @@ class BankLayout:
             for spec in self.specs
         )
 
-    @property
+    @cached_property
     def row_nbytes(self) -> int:
         """Bytes of one expert in all tensors."""
         return sum(spec.nbytes // spec.shape[0] for spec in self.specs)

@@ -70,6 +70,10 @@ class StreamDevice(ABC):
         """Hold the host until `event`'s latest record is reached. For teardown only, never for ordering."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Hold the host until all that was given to the device is done, on whatever stream. For teardown only."""
+
+    @abstractmethod
     def mark(self, stream: Any) -> Any:
         """A point in time on `stream`, for `elapsed`."""
 
@@ -153,6 +157,9 @@ class AcceleratorDevice(StreamDevice):
     def synchronize(self, event: torch.Event) -> None:
         event.synchronize()
 
+    def settle(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
     def mark(self, stream: torch.Stream) -> torch.Event:
         event = torch.Event(device=self.device, enable_timing=True)
         event.record(stream)
@@ -229,6 +236,9 @@ class InOrderDevice(StreamDevice):
         destination.copy_(source)
 
     def synchronize(self, event: None) -> None:
+        """Nothing to wait for."""
+
+    def settle(self) -> None:
         """Nothing to wait for."""
 
     def register(self, address: int, nbytes: int) -> str:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import CompileConfig, PreTrainedModel, TextIteratorStreamer, TextStreamer, pipeline
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel, TextIteratorStreamer, TextStreamer, pipeline
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_prefetch import Report, disable_expert_prefetch, enable_expert_prefetch
+from hf_prefetch.discovery import find_banks
 from hf_prefetch.streams import AcceleratorDevice
 from models import (
     EXPERTS,
@@ -627,3 +628,25 @@ def test_a_slow_stream(
             handle.remove()
     for mine, theirs in zip(actual, expected, strict=True):
         mine.assert_equal(theirs)
+
+
+@pytest.mark.slow
+def test_continuous_batching(device: torch.device) -> None:
+    """Requests of different lengths, scheduled into shared batches by a thread of its own, over a row cache."""
+    model = build("qwen3_moe").to(device)
+    requests = [prompt(length)[0].tolist() for length in (12, 20, 7)]
+    # A small cache of keys and values: its size is measured otherwise, which takes long.
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=2, num_blocks=32, max_batch_tokens=64)
+
+    def run() -> list[list[int]]:
+        outputs = model.generate_batch(requests, generation_config=config)
+        return [outputs[name].generated_tokens for name in sorted(outputs)]
+
+    expected = run()
+    assert all(expected)
+    budget = 4 * sum(bank.layout.row_nbytes for bank in find_banks(model).banks)
+    enable_expert_prefetch(model, device=device, expert_cache=budget)
+    assert run() == expected
+    report = model.expert_prefetch.report()
+    assert report.routed_calls + report.cached_calls > 0
+    disable_expert_prefetch(model)

@@ -26,6 +26,9 @@ from .table import RowTable
 
 __all__ = ["RowCache", "RowCaches"]
 
+# No bank's bytes have this version.
+NOTHING = (-1,)
+
 
 @dataclass(eq=False)
 class RowCache:
@@ -36,7 +39,8 @@ class RowCache:
         buffer: flat uint8 on the device.
         tensors: the same as the module's parameters.
         free: recorded by the compute stream when it is allocated and in `release`; waited for in `hold`.
-        version: of the bank's bytes that are here, see `StoredBank.version`.
+        version: of the bank's bytes that are here, see `StoredBank.version`; NOTHING while the table is ahead of the bytes, so
+            that whoever comes after an interrupt in between starts with an empty table.
         is_held: whether a forward reads it.
         is_leased: whether a CUDA graph knows its address.
     """
@@ -129,7 +133,10 @@ class RowCaches:
     def fetch(self, stored: StoredBank, ids: torch.Tensor, counter: RowCounter) -> torch.Tensor:
         """Bring the experts that `ids` names into the cache, which is held. Returns the row of each, in the shape of `ids`."""
         cache = self._caches[stored.bank.index]
-        return self._sender.send_to_cache(stored, cache.table, cache.layout, cache.buffer, ids, counter)
+        cache.version = NOTHING
+        rows = self._sender.send_to_cache(stored, cache.table, cache.layout, cache.buffer, ids, counter)
+        cache.version = stored.version
+        return rows
 
     def keep(self, stored: StoredBank, slot: torch.Tensor, ids: torch.Tensor, weights: tuple[float, float]) -> None:
         """Fill the cache, which is held, from a slot that holds the whole bank, with the experts worth keeping after a prompt.
@@ -141,8 +148,10 @@ class RowCaches:
             weights: see `RowTable.assign_prompt`.
         """
         cache = self._caches[stored.bank.index]
+        cache.version = NOTHING
         found = cache.table.assign_prompt(ids, *weights)
         self._sender.keep(stored, slot, cache.layout, cache.buffer, found)
+        cache.version = stored.version
 
     def release(self, bank: int) -> None:
         """The forward that read a cache is enqueued. Idempotent."""
@@ -172,6 +181,9 @@ class RowCaches:
 
     def settle(self) -> None:
         """Hold the host until no kernel uses a cache or reads a bank's host memory for one."""
+        if any(cache.is_leased for cache in self._caches.values()):
+            # Replays leave no event behind.
+            self.device.settle()
         for cache in self._caches.values():
             self.device.synchronize(cache.free)
 

@@ -29,7 +29,7 @@ def _needs(ids, count, experts, CHUNK: tl.constexpr):  # type: ignore[no-untyped
     needed = tl.zeros_like(experts)
     for start in range(0, count, CHUNK):
         place = start + tl.arange(0, CHUNK)
-        some = tl.load(ids + place, mask=place < count, other=-1).to(tl.int32)
+        some = tl.load(ids + place, mask=place < count, other=-1)
         needed = tl.maximum(needed, tl.max((some[None, :] == experts[:, None]).to(tl.int32), axis=1))
     return needed
 
@@ -87,7 +87,7 @@ def _assign(  # type: ignore[no-untyped-def]
     for start in range(0, number, CHUNK):
         place = start + tl.arange(0, CHUNK)
         inside = place < number
-        some = tl.load(ids + place, mask=inside, other=-1).to(tl.int32)
+        some = tl.load(ids + place, mask=inside, other=-1)
         here = some[:, None] == experts[None, :]
         found = tl.max(tl.where(here, row[None, :], -1), axis=1)
         # Ids beyond the last expert are an expert-parallel model's way of saying "not here".

@@ -55,7 +55,7 @@ class Slot:
         buffer: flat uint8 tensor on the device.
         ready: recorded by the copy stream at the end of `fill`; waited for by the compute stream in `hold` and `fill_rows`.
         free: recorded by the compute stream in `grow` and `release`; waited for by whoever writes next.
-        was_filled: whether the copy stream has written here since rows came, so that `ready` may have to be waited for.
+        was_filled: whether the copy stream has written here and no compute stream has waited for that yet.
         is_leased: whether a CUDA graph knows its address, see [Note: slots and graphs].
         has_rows_only: whether it holds no more than the rows of one call.
         bank: index of the bank whose bytes are here or on their way; None when free.
@@ -188,9 +188,11 @@ class SlotRing:
         Those that are in the bank's cache, if one is given, which is held, come from there. A bank that is in a slot as a
         whole needs no rows. Returns whether there was a slot to take.
         """
-        slot = self.slot_of(stored.bank.index)
+        slot, capturing = self.slot_of(stored.bank.index), self.device.is_capturing()
+        if slot is not None and capturing and slot.state is SlotState.FILLED:
+            # It was sent ahead: its event can't be waited for, and the slot will be taken for other banks.
+            slot.state, slot.bank, slot = SlotState.FREE, None, None
         if slot is None:
-            capturing = self.device.is_capturing()
             slot = self._slot_for_graphs() if capturing else self._next_slot(keep=())
             if slot is None:
                 return False
@@ -219,6 +221,8 @@ class SlotRing:
             raise KeyError(f"bank {bank} is in no slot")
         if not slot.has_rows_only:
             self.device.wait(self.device.compute_stream(), slot.ready)
+            # Whoever writes next waits for `free`, which is recorded behind this.
+            slot.was_filled = False
         slot.state = SlotState.HELD
         return slot.tensors(layout)
 
@@ -258,6 +262,9 @@ class SlotRing:
         """
         if not self._slots:
             return
+        if any(slot.is_leased for slot in self._slots):
+            # Replays of graphs leave no event behind.
+            self.device.settle()
         for slot in self._slots:
             self.device.synchronize(slot.free)
         for stream in (self.device.copy_stream(), self.device.compute_stream()):

@@ -98,7 +98,7 @@ class RowTable:
 
     def _named(self, ids: torch.Tensor) -> torch.Tensor:
         """The ids in a row, one past the last expert for those that name none."""
-        flat = ids.reshape(-1)
+        flat = ids.reshape(-1).long()
         return torch.where((flat >= 0) & (flat < self.experts), flat, self.experts)
 
     def _owners(self) -> torch.Tensor:

@@ -121,23 +121,30 @@ class Lane:
         """Allocate the slots if they are not there. Where they don't fit, the lane stops looking ahead for good."""
         if not self.looks_ahead:
             return False
-        if len(self.ring) >= self.slots:
-            return True
+        while len(self.ring) < self.slots:
+            if not self._grow() and not self.give_up_cache():
+                self._stop_looking_ahead()
+                return False
+        return True
+
+    def _grow(self) -> bool:
         try:
             self.ring.grow(self.slots)
         except torch.OutOfMemoryError:
-            self.looks_ahead = False
-            self.ring.shrink(1)
-            self._counters.fallbacks += 1
-            warnings.warn(
-                f"hf_prefetch: {self.slots} slots of {self.ring.slot_nbytes / 2**20:,.0f} MiB do not fit on {self.device.name};"
-                " prefetching is off and every expert bank is copied when it is needed: slower, with the same output. "
-                "To get it back, free device memory or take fewer slots, then call enable_expert_prefetch again.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
             return False
         return True
+
+    def _stop_looking_ahead(self) -> None:
+        self.looks_ahead = False
+        self.ring.shrink(1)
+        self._counters.fallbacks += 1
+        warnings.warn(
+            f"hf_prefetch: {self.slots} slots of {self.ring.slot_nbytes / 2**20:,.0f} MiB do not fit on {self.device.name};"
+            " prefetching is off and every expert bank is copied when it is needed: slower, with the same output. "
+            "To get it back, free device memory or take fewer slots, then call enable_expert_prefetch again.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     # -- one call -------------------------------------------------------------------------------------------------
 
@@ -234,7 +241,8 @@ class Lane:
 
     def cache_of(self, bank: ExpertBank) -> RowCache | None:
         """A bank's cache, made now if it is not there; None if there is no room for one, which is said once."""
-        if self.device.is_capturing() and self.caches.of(bank.index) is None and self.caches.rows > 0:
+        wanting = self.caches.of(bank.index) is None and self.caches.rows > 0 and not self.caches.is_full
+        if wanting and self.device.is_capturing():
             _raise_not_warm(bank)
         while self.caches.rows > 0:
             cache = self.caches.of(bank.index) if self.caches.is_full else self._prepare(bank)

@@ -104,7 +104,6 @@ class PrefetchScheduler:
         lane = self._lane_of[bank]
         capturing = lane.device.is_capturing()
         self._check_usable(bank, capturing=capturing, can_route=ids is not None)
-        self._is_leased |= capturing and not self._in_compiled_code
         begin = None if capturing else lane.device.mark(lane.device.compute_stream())
         if lane.order.observe(bank.index):
             if not lane.announced:
@@ -132,6 +131,7 @@ class PrefetchScheduler:
             lane.ring.timeline.add("wait", bank.name, lane.device, begin, end)
             self._computing_since[bank.index] = end
         self.counters.count_call(path.value, lane.device, begin, end)
+        self._is_leased |= capturing and not self._in_compiled_code
         return handout
 
     def release(self, bank: ExpertBank) -> None:

@@ -116,6 +116,13 @@ class FakeDevice(StreamDevice):
             if event.latest is not None:
                 self._queues.run_until(event.latest)
 
+    def settle(self) -> None:
+        with self._lock:
+            for stream in self._queues.streams():
+                event = self.new_event()
+                self.record(event, stream)
+                self.synchronize(event)
+
     def mark(self, stream: FakeStream) -> FakeMark:
         point = FakeMark()
 

@@ -129,6 +129,10 @@ class Queues:
             self._streams[name] = FakeStream(name)
         return self._streams[name]
 
+    def streams(self) -> list[FakeStream]:
+        """All streams that were asked for."""
+        return list(self._streams.values())
+
     def pending(self) -> Iterator[Operation]:
         """Everything that has not run to its end, stream by stream."""
         for stream in self._streams.values():
