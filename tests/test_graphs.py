@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from caching import REMAPPING, assert_rows_are_right, budget, inputs_of, lane_of
+from caching import REMAPPING, assert_rows_are_right, budget, cached, inputs_of, lane_of
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from hf_prefetch.memory.ledger import Purpose
 from hf_prefetch.routing import inject_routing
-from models import EXPERTS, TOP_K, build, experts_of
+from models import EXPERTS, TOP_K, build, experts_of, prompt
 
 pytestmark = pytest.mark.gpu
 
@@ -341,3 +341,18 @@ def test_another_stream_in_each_call(device: torch.device, implementation: str, 
         torch.cuda.synchronize(device)
         for step, outputs in enumerate(actual):
             assert_equal(outputs, expected[step], step)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators")
+@pytest.mark.parametrize("rows", [0, 4])
+def test_banks_on_another_device_than_the_current_one(rows: int) -> None:
+    """Kernels run where their bank computes, whichever device is current."""
+    other = torch.device("cuda", 1)
+    model, ids = build("qwen3_moe").to(other), prompt(20, device=other)
+    model.set_experts_implementation("batched_mm")
+    assert torch.cuda.current_device() == 0
+    with torch.no_grad():
+        expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+        with cached(model, rows, other) as scheduler:
+            assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
+            assert scheduler.report().routed_calls + scheduler.report().cached_calls > 0

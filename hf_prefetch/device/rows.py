@@ -7,7 +7,9 @@ the host asks which experts were routed and enqueues a copy for each: slower, wi
 from __future__ import annotations
 
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -87,9 +89,10 @@ class RowSender:
         if self.has_kernels(stored):
             from .kernels import gather_rows, list_experts
 
-            totals = counter.tensor(ids.device)
-            found = list_experts(ids, stored.bank.num_experts, table, totals)
-            gather_rows(self._table(stored, layout), found, stored.block, rows, slot, to_rows=False)
+            where, totals = self._table(stored, layout), counter.tensor(ids.device)
+            with self._launching():
+                found = list_experts(ids, stored.bank.num_experts, table, totals)
+                gather_rows(where, found, stored.block, rows, slot, to_rows=False)
             return
         chosen = sorted({min(expert, stored.bank.num_experts - 1) for expert in ids.reshape(-1).tolist() if expert >= 0})
         places = table.row_of().tolist() if table is not None else [-1] * stored.bank.num_experts
@@ -107,7 +110,8 @@ class RowSender:
         """Add the number of distinct experts among `ids` to `totals`, where kernels do the work. Nothing is sent."""
         from .kernels import list_experts
 
-        list_experts(ids, experts, None, totals)
+        with self._launching():
+            list_experts(ids, experts, None, totals)
 
     def send_to_cache(
         self,
@@ -128,8 +132,10 @@ class RowSender:
         if self.has_kernels(stored):
             from .kernels import assign_rows, gather_rows
 
-            found = assign_rows(table, ids, counter.tensor(ids.device))
-            gather_rows(self._table(stored, layout), found, stored.block, rows, rows, to_rows=True)
+            where, totals = self._table(stored, layout), counter.tensor(ids.device)
+            with self._launching():
+                found = assign_rows(table, ids, totals)
+                gather_rows(where, found, stored.block, rows, rows, to_rows=True)
             return found.ids
         found = table.assign(ids)
         stream, count = self.device.compute_stream(), int(found.count)
@@ -144,12 +150,19 @@ class RowSender:
         if self.has_kernels(stored):
             from .kernels import gather_rows
 
-            gather_rows(self._table(stored, layout), found, slot, rows, rows, to_rows=True)
+            where = self._table(stored, layout)
+            with self._launching():
+                gather_rows(where, found, slot, rows, rows, to_rows=True)
             return
         count = int(found.count)
         for expert, row in zip(found.experts[:count].tolist(), found.rows[:count].tolist(), strict=True):
             for there, here in zip(layout.specs, stored.bank.layout.specs, strict=True):
                 rows[_place(there, row)].copy_(slot[_place(here, expert)])
+
+    def _launching(self) -> AbstractContextManager[Any]:
+        """Triton launches on the current device, which with several of them need not be this one."""
+        index = self.device.device.index
+        return nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index)
 
     def _table(self, stored: StoredBank, layout: BankLayout) -> torch.Tensor:
         """int64 (tensors, 3), in words: the size of a row of each tensor, and where that begins in the bank and in `layout`.
