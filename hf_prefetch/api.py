@@ -147,24 +147,24 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo)
     """
     undo.add(_forget, model)  # the last step: until then disabling can be called again
     banks, store = tuple(homes.host), HostStore()
-    taken = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.modules}
+    taken = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.owners}
     placement = Placement(model, stay={id(parameter) for bank in banks for parameter in bank.parameters.values()})
     undo.add(placement.restore)
     for bank, home in homes.resident.items():
-        for module in bank.modules:
+        for module in bank.owners:
             undo.add(taken[module].give_back)
             taken[module].take()
         bank.rebind()
         placement.send(bank.parameters.values(), home.device)
     with byte_progress(sum(bank.nbytes for bank in banks), "experts to host memory", config.progress) as bar:
         for bank in banks:
-            for module in bank.modules:
+            for module in bank.owners:
                 undo.add(taken[module].give_back)
                 taken[module].take()
             bank.rebind()
             undo.add(store.give_back, bank)
             store.adopt(bank, homes.host[bank])
-            for module in bank.modules:
+            for module in bank.owners:
                 taken[module].share(bank)
             bar.update(bank.nbytes)
     if homes.rest is not None:

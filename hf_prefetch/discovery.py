@@ -1,8 +1,15 @@
 """Which modules of a model are expert banks: found by what they hold and how they are called, never by a model's name.
 
-An expert bank is a module that keeps the weights of all its experts stacked in its own parameters (first dimension =
-expert) and is called with hidden states, expert ids and routing weights. That is the layout of nearly every
-Mixture-of-Experts model in transformers 5: Mixtral, Qwen-MoE, OLMoE, DeepSeek, gpt-oss with its biases and others.
+[Note: what is a bank]
+*Stacked*: a module that keeps the weights of all its experts in its own parameters (first dimension = expert) and is called
+with hidden states, expert ids and routing weights. That is the layout of nearly every Mixture-of-Experts model in transformers
+5: Mixtral, Qwen-MoE, OLMoE, DeepSeek, gpt-oss with its biases and others. Where a module says that it has as many experts as
+its parameters have rows (`num_experts`), one such parameter will do, and it need not be given ids.
+*Wrapped*: a module of experts that is called in the same way and whose weights are those of the module inside it.
+*Listed*: a ModuleList or ModuleDict of experts, all of one kind. What reads it is its own forward, or that of the module around
+it.
+
+Single experts are sent of the stacked ones only; the others get whole banks.
 """
 
 from __future__ import annotations
@@ -16,66 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .bank import ExpertBank
 from .layout import BankLayout, is_dense
 
 __all__ = ["Discovery", "ExpertBank", "Refusal", "find_banks", "implementation_of", "reads_only_routed_rows", "takes_other_ids"]
 
 _SPARSE = ("eager", "batched_mm", "grouped_mm")
-
-
-@dataclass(frozen=True, eq=False)
-class ExpertBank:
-    """The weights of one experts module, or of several modules that share the same Parameters.
-
-    Attributes:
-        index: position among the model's banks, in the order of `named_modules`.
-        name: path of the first module that holds it.
-        holders: every module that holds it, in weak references: whoever keeps a bank must not keep its model.
-        parameters: the Parameters that travel, by name. While the bank is prefetched they stay the same objects; what
-            they point at is host memory.
-        num_experts: rows of each parameter.
-        ids_argument: name and position of the expert ids among the arguments of `forward`.
-        layout: where each parameter lies in the bank's block of bytes.
-    """
-
-    index: int
-    name: str
-    holders: tuple[weakref.ref[nn.Module], ...]
-    parameters: dict[str, nn.Parameter]
-    num_experts: int
-    ids_argument: tuple[str, int]
-    layout: BankLayout
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the block that travels, in bytes."""
-        return self.layout.nbytes
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """Every module that holds it and is still there."""
-        return tuple(module for holder in self.holders if (module := holder()) is not None)
-
-    def rebind(self) -> None:
-        """Look the Parameters up again: accelerate puts new ones in place when it attaches or detaches a hook."""
-        self.parameters.update(_stacked_parameters(self.modules[0]))
-        for module in self.modules:
-            module._parameters.update(self.parameters)
-
-    def ids(self, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor | None:
-        """The expert ids of a call (tokens x top-k), or None where the call does not show them."""
-        name, position = self.ids_argument
-        ids = args[position] if len(args) > position else kwargs.get(name)
-        return ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None
-
-    def with_ids(
-        self, args: tuple[object, ...], kwargs: dict[str, object], ids: torch.Tensor
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """The arguments of a call with other expert ids."""
-        name, position = self.ids_argument
-        if len(args) > position:
-            return (*args[:position], ids, *args[position + 1 :]), kwargs
-        return args, kwargs | {name: ids}
 
 
 @dataclass(frozen=True)
@@ -104,23 +57,35 @@ def find_banks(model: nn.Module) -> Discovery:
     Raises:
         ValueError: there is none. The message says what was found and what would work.
     """
-    found: dict[tuple[int, ...], list[tuple[str, nn.Module]]] = {}
+    found: dict[tuple[int, ...], list[_Candidate]] = {}
     refusals: list[Refusal] = []
-    for name, module in model.named_modules():
-        stacked = _stacked_parameters(module)
-        reason = _why_not(module, stacked)
-        if reason is None:
-            found.setdefault(tuple(id(parameter) for parameter in stacked.values()), []).append((name, module))
-        elif _resembles_experts(name, module, stacked):
-            refusals.append(Refusal(name or "(the model itself)", type(module).__name__, reason))
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        candidate = _stacked(name, module) or _wrapped(name, module) or _listed(name, module, modules)
+        if isinstance(candidate, _Candidate):
+            found.setdefault(tuple(map(id, candidate.parameters.values())), []).append(candidate)
+        elif candidate is not None:
+            refusals.append(Refusal(name or "(the model itself)", type(module).__name__, candidate))
     holders = Counter(parameter for parameters in found for parameter in parameters)
     for parameters in [key for key in found if any(holders[parameter] > 1 for parameter in key)]:
         reason = "it shares some of its weights, but not all, with another experts module"
-        refusals += [Refusal(name, type(module).__name__, reason) for name, module in found.pop(parameters)]
-    banks = tuple(_bank(index, holders) for index, holders in enumerate(found.values()))
+        refusals += [Refusal(one.name, type(one.module).__name__, reason) for one in found.pop(parameters)]
+    banks = tuple(_bank(index, candidates) for index, candidates in enumerate(found.values()))
     if not banks:
         raise ValueError(_nothing_found(model, refusals))
     return Discovery(banks, tuple(refusals))
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A module that is a bank, or shares one: its holder, and its weights by their names there."""
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    num_experts: int
+    ids_argument: tuple[str, int] | None = None
+    stacked: bool = False
 
 
 def implementation_of(module: nn.Module) -> str | None:
@@ -146,51 +111,106 @@ def takes_other_ids(module: nn.Module, implementation: str | None) -> bool:
     return implementation != "eager" and "num_experts" in module.__dict__
 
 
-def _bank(index: int, holders: list[tuple[str, nn.Module]]) -> ExpertBank:
-    name, module = holders[0]
-    parameters = _stacked_parameters(module)
+def _bank(index: int, candidates: list[_Candidate]) -> ExpertBank:
+    first = candidates[0]
     return ExpertBank(
         index=index,
-        name=name,
-        holders=tuple(weakref.ref(module) for _, module in holders),
-        parameters=parameters,
-        num_experts=next(iter(parameters.values())).shape[0],
-        ids_argument=(_positional_arguments(module)[1], 1),
-        layout=BankLayout.of(parameters.items()),
+        name=first.name,
+        holders=tuple(weakref.ref(candidate.module) for candidate in candidates),
+        parameters=dict(first.parameters),
+        num_experts=first.num_experts,
+        ids_argument=first.ids_argument,
+        layout=BankLayout.of(first.parameters.items(), stacked=first.stacked),
     )
 
 
-def _stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The module's own parameters that have a row for each expert: every stack of matrices, and what has as many rows."""
-    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    rows = {parameter.shape[0] for parameter in own.values() if parameter.dim() == 3}
-    return {name: parameter for name, parameter in own.items() if parameter.dim() >= 2 and parameter.shape[0] in rows}
+# -- the kinds of banks -------------------------------------------------------------------------------------------------
 
 
-def _why_not(module: nn.Module, stacked: dict[str, nn.Parameter]) -> str | None:
-    """Why a module is not an expert bank, or None if it is one."""
-    matrices = [parameter for parameter in stacked.values() if parameter.dim() == 3]
-    if len(matrices) < 2:
-        return "its experts are not stacked in at least two 3-D parameters of its own"
-    rows = sorted({parameter.shape[0] for parameter in matrices})
-    if len(rows) > 1:
-        return f"its stacked parameters differ in their number of experts ({', '.join(map(str, rows))})"
-    if rows[0] < 2:
-        return "it has a single expert, so there is nothing to route"
-    declared = getattr(module, "num_experts", rows[0])
-    if declared != rows[0]:
-        return f"its parameters have {rows[0]} rows, but its num_experts is {declared}"
-    if len(_positional_arguments(module)) < 3:
-        return (
-            f"its forward takes ({', '.join(_positional_arguments(module))}); prefetching needs one that is called "
+def _stacked(name: str, module: nn.Module) -> _Candidate | str | None:
+    """A bank of stacked parameters; why it is none, if it looks like one; None if it doesn't."""
+    own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    matrices = [parameter for parameter in own.values() if parameter.dim() == 3]
+    if not matrices:
+        return None
+    rows = {parameter.shape[0] for parameter in matrices}
+    # Every stack of matrices, and what has as many rows.
+    stacked = {key: parameter for key, parameter in own.items() if parameter.dim() >= 2 and parameter.shape[0] in rows}
+    declared, arguments = getattr(module, "num_experts", None), _positional_arguments(module)
+    says_so = declared in rows and len(rows) == 1
+    reason = None
+    if len(matrices) < 2 and not says_so:
+        reason = "its experts are not stacked in at least two 3-D parameters of its own"
+    elif len(rows) > 1 and not _is_called_experts(name, module):
+        reason = f"its stacked parameters differ in their number of experts ({', '.join(map(str, sorted(rows)))})"
+    elif max(rows) < 2:
+        reason = "it has a single expert, so there is nothing to route"
+    elif declared is not None and declared not in rows:
+        reason = f"its parameters have {max(rows)} rows, but its num_experts is {declared}"
+    elif len(arguments) < 3 and not says_so:
+        reason = (
+            f"its forward takes ({', '.join(arguments)}); prefetching needs one that is called "
             "with hidden states, expert ids and routing weights"
         )
-    for name, parameter in stacked.items():
+    reason = reason or _unfit(stacked)
+    if reason is not None:
+        return reason if _is_called_experts(name, module) or len(matrices) > 1 else None
+    ids = (arguments[1], 1) if len(arguments) >= 3 else None
+    return _Candidate(name, module, stacked, max(rows), ids, stacked=len(rows) == 1 and ids is not None)
+
+
+def _wrapped(name: str, module: nn.Module) -> _Candidate | str | None:
+    """A bank whose weights are those of the module inside."""
+    if not _is_called_experts(name, module) or len(_positional_arguments(module)) < 3 or _lists_modules(module):
+        return None
+    if any(parameter is not None for parameter in module._parameters.values()):
+        return None
+    inside = dict(module.named_parameters())
+    if not inside or len({key.partition(".")[0] for key in inside}) > 1:
+        return None
+    count = getattr(module, "num_experts", None)
+    return _unfit(inside) or _Candidate(name, module, inside, count if isinstance(count, int) else 2)
+
+
+def _listed(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> _Candidate | str | None:
+    """A bank that is a list of modules, one an expert."""
+    if not _lists_modules(module) or not _is_called_experts(name, module):
+        return None
+    experts = [child for child in module.children() if next(child.parameters(), None) is not None]
+    shapes = {tuple((key, tuple(p.shape), p.dtype) for key, p in child.named_parameters()) for child in experts}
+    if len(experts) < 2 or len(shapes) > 1 or len({type(child) for child in experts}) > 1:
+        return "its experts are not at least two modules of one kind" if experts else None
+    parent, _, own = name.rpartition(".")
+    holder, prefix = (module, "") if _has_forward(module) else (modules[parent], f"{own}.")
+    if not name or not _has_forward(holder):
+        return "nothing around it has a forward that could be hooked"
+    inside = {prefix + key: parameter for key, parameter in module.named_parameters()}
+    if len(inside) < len(experts) * len(next(iter(shapes))):
+        return "some of its experts share weights"
+    return _unfit(inside) or _Candidate(name, holder, inside, len(experts))
+
+
+def _unfit(parameters: dict[str, nn.Parameter]) -> str | None:
+    """Why some of them can't be moved as bytes, if so."""
+    for name, parameter in parameters.items():
         if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
             return f"{name} is a {type(parameter.data).__name__}, a tensor type that can't be re-pointed yet"
         if parameter.layout != torch.strided or parameter.is_quantized or not is_dense(parameter):
             return f"{name} is not a dense strided tensor"
     return None
+
+
+def _is_called_experts(name: str, module: nn.Module) -> bool:
+    """Would a reader of the model call this module experts?"""
+    return "expert" in type(module).__name__.lower() or name.rpartition(".")[2] == "experts"
+
+
+def _lists_modules(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def _positional_arguments(module: nn.Module) -> list[str]:
@@ -199,17 +219,12 @@ def _positional_arguments(module: nn.Module) -> list[str]:
     return [name for name, parameter in signature.parameters.items() if parameter.kind in kinds][1:]
 
 
-def _resembles_experts(name: str, module: nn.Module, stacked: dict[str, nn.Parameter]) -> bool:
-    """For messages only: would a reader of the model call this module experts?"""
-    holds_weights = bool(stacked) or len(list(module.children())) > 1
-    return holds_weights and ("expert" in type(module).__name__.lower() or name.rpartition(".")[2] == "experts")
-
-
 def _nothing_found(model: nn.Module, refusals: list[Refusal]) -> str:
     kind = type(model).__name__
     works = (
         "What works: modules that keep all their experts stacked in 3-D parameters and are called with (hidden states, "
-        "expert ids, routing weights), such as Mixtral, Qwen2/3-MoE, OLMoE, DeepSeek-V2/V3 and gpt-oss in transformers >= 5.17."
+        "expert ids, routing weights), such as Mixtral, Qwen2/3-MoE, OLMoE, DeepSeek-V2/V3 and gpt-oss in transformers >= "
+        "5.17, and lists of equal experts (a ModuleList or ModuleDict)."
     )
     if refusals:
         shown = "\n".join(f"  - {refusal}" for refusal in _one_of_each(refusals))

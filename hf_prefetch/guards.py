@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .discovery import ExpertBank
+from .bank import ExpertBank
 from .scheduling.scheduler import PrefetchScheduler
 
 __all__ = ["guard", "unguard"]
@@ -25,12 +25,18 @@ _GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__", "_load_from_state_dict")
 
 def guard(model: nn.Module, scheduler: PrefetchScheduler, devices: dict[ExpertBank, torch.device]) -> None:
     """Guard a model, its expert banks, and whatever lies in between: a part may be moved as well."""
-    bank_of = {module: bank for bank in devices for module in bank.modules}
+    owned: dict[nn.Module, dict[str, ExpertBank]] = {}
+    for bank in devices:
+        for holder in bank.modules:
+            for owner, name, _ in bank.places(holder):
+                owned.setdefault(owner, {})[name] = bank
+    holders = {module: (bank,) for bank in devices for module in bank.modules}
     for module in model.modules():
-        banks = [bank_of[inner] for inner in module.modules() if inner in bank_of]
+        banks: dict[ExpertBank, torch.device] = {}
+        for inner in module.modules():
+            banks |= {bank: devices[bank] for bank in (*owned.get(inner, {}).values(), *holders.get(inner, ()))}
         if banks:
-            own = bank_of.get(module)
-            move = _stay(module, own, devices[own]) if own else _check_first(module, {bank: devices[bank] for bank in banks})
+            move = _stay(module, set(owned[module]), banks) if module in owned else _check_first(module, banks)
             # `copy` and `pickle` ask the object, not its type, so these may live on the instance.
             guards = (move, scheduler.__deepcopy__, scheduler.__reduce_ex__, _settle_first(module, scheduler))
             module.__dict__.update(zip(_GUARDED, guards, strict=True))
@@ -67,17 +73,18 @@ def _settle_first(module: nn.Module, scheduler: PrefetchScheduler) -> Callable[.
     return load
 
 
-def _stay(module: nn.Module, bank: ExpertBank, device: torch.device) -> Callable[..., nn.Module]:
-    """An `_apply` that leaves a bank on the host and treats the rest of its module as usual."""
+def _stay(module: nn.Module, names: set[str], devices: dict[ExpertBank, torch.device]) -> Callable[..., nn.Module]:
+    """An `_apply` that leaves the Parameters of banks on the host and treats the rest of their owner as usual."""
     inside = weakref.ref(module)
 
     def apply_to_bank(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        _check(function, bank, device)
+        for bank, device in devices.items():
+            _check(function, bank, device)
         guarded = _alive(inside)
         everything = guarded._parameters
         try:
             # Out of sight: even handing a Parameter back as it is may replace it or move its gradient.
-            guarded.__dict__["_parameters"] = {k: p for k, p in everything.items() if k not in bank.parameters}
+            guarded.__dict__["_parameters"] = {k: p for k, p in everything.items() if k not in names}
             return _unguarded_apply(guarded, function, recurse)
         finally:
             everything.update(guarded._parameters)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .bank import ExpertBank
 from .config import PrefetchConfig
-from .discovery import ExpertBank
 from .placement import is_dispatched, offload_device
 from .scheduling.residency import NoRoomError, choose_host_banks, first_banks
 from .streams import StreamDevice, stream_device

@@ -20,7 +20,8 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .discovery import ExpertBank, implementation_of, reads_only_routed_rows, takes_other_ids
+from .bank import ExpertBank
+from .discovery import implementation_of, reads_only_routed_rows, takes_other_ids
 from .ops import register
 from .scheduling.scheduler import PrefetchScheduler
 
@@ -44,6 +45,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         self.scheduler = scheduler
         self.bank = bank
         self.device = device
+        self._renumbered = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Wrap the forward that accelerate has just put aside."""
@@ -85,8 +87,9 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                 handout = self.scheduler.acquire(self.bank, count, rows, remaps=remaps)
                 if handout.ids is not None:
                     args, kwargs = self.bank.with_ids(args, kwargs, handout.ids)
+                    self._renumbered = True
                     module.__dict__["num_experts"] = handout.rows
-                module._parameters.update(handout.tensors)
+                self.bank.point(module, handout.tensors)
                 return self._forward(forward, args, kwargs)
             except BaseException:
                 self.scheduler.break_off()
@@ -101,15 +104,14 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
 
     def _restore(self, module: nn.Module) -> None:
         """Point the module at the host again and let the slot go. Idempotent."""
-        module._parameters.update(self.bank.parameters)
-        if "num_experts" in module.__dict__:
-            module.__dict__["num_experts"] = self.bank.num_experts
+        self.bank.point(module, self.bank.parameters)
+        if self._renumbered:
+            module.__dict__["num_experts"], self._renumbered = self.bank.num_experts, False
         self.scheduler.release(self.bank)
 
     def _check_weights(self, module: nn.Module) -> None:
         """What is sent to the device is what the store holds: weights that live elsewhere by now would be ignored."""
-        replaced = [name for name, parameter in self.bank.parameters.items() if module._parameters.get(name) is not parameter]
-        for name in replaced or self.scheduler.store.strays(self.bank):
+        for name in list(self.bank.replaced(module)) or self.scheduler.store.strays(self.bank):
             raise RuntimeError(
                 f"{self.bank.name}.{name} was replaced after expert prefetching was enabled (a new Parameter or .data, "
                 "load_state_dict(assign=True), a parametrization, a dispatch), or is replaced for this call (PEFT's "

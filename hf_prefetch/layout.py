@@ -41,16 +41,20 @@ class BankLayout:
 
     specs: tuple[TensorSpec, ...]
     nbytes: int
+    stacked: bool = True
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, torch.Tensor]]) -> BankLayout:
-        """Lay tensors one after the other, each at a multiple of `ALIGNMENT`."""
+    def of(cls, tensors: Iterable[tuple[str, torch.Tensor]], *, stacked: bool = True) -> BankLayout:
+        """Lay tensors one after the other, each at a multiple of `ALIGNMENT`.
+
+        `stacked`: whether the first dimension of each is the expert.
+        """
         specs, offset = [], 0
         for name, tensor in tensors:
             nbytes = tensor.numel() * tensor.element_size()
             specs.append(TensorSpec(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, offset, nbytes))
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(specs), offset)
+        return cls(tuple(specs), offset, stacked)
 
     def with_rows(self, rows: int) -> BankLayout:
         """The same tensors with `rows` rows each. A row must be one run of bytes in every tensor, see `has_rows`."""
@@ -64,7 +68,7 @@ class BankLayout:
     @cached_property
     def has_rows(self) -> bool:
         """Whether each expert's weights are one run of whole 8-byte words in every tensor."""
-        return all(
+        return self.stacked and all(
             spec.shape[0] * spec.stride[0] * spec.dtype.itemsize == spec.nbytes and spec.nbytes // spec.shape[0] % 8 == 0
             for spec in self.specs
         )

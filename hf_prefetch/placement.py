@@ -14,7 +14,7 @@ from accelerate.hooks import AlignDevicesHook, ModelHook, remove_hook_from_modul
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from torch import nn
 
-from .discovery import ExpertBank
+from .bank import ExpertBank
 from .hooks import all_or_nothing, flatten, put_on
 from .memory.store import send_parameter
 
@@ -85,7 +85,7 @@ class DeviceMap:
         after = dict(before)
         numbers = any(isinstance(place, int) for place in before.values())
         for bank, device in zip(banks, devices, strict=True):
-            for name in map(names.get, bank.modules):
+            for name in map(names.get, (*bank.modules, *bank.owners)):
                 if name in after and device.type != "cpu":
                     after[name] = device.index if numbers else str(device)
         if after != before:
@@ -105,7 +105,7 @@ def is_dispatched(model: nn.Module) -> bool:
 
 def offload_device(bank: ExpertBank) -> torch.device | None:
     """Where accelerate would compute a bank that it has offloaded, or None if it has not."""
-    for module in bank.modules:
+    for module in bank.owners:
         for hook in _hooks(module):
             if _offloads(hook):
                 return torch.device(hook.execution_device)
@@ -154,9 +154,10 @@ class TakenHooks:
 
     def share(self, bank: ExpertBank) -> None:
         """Let accelerate's own map of weights refer to the bank's memory, or it would keep a second copy of it alive."""
-        for offloading in filter(_offloads, flatten(self.hook)):
-            for name, parameter in bank.parameters.items():
-                _replace(offloading.weights_map, name, parameter.data)
+        for holder in bank.modules:
+            for owner, own, name in bank.places(holder):
+                for offloading in filter(_offloads, flatten(self.hook) if owner is self.module else ()):
+                    _replace(offloading.weights_map, own, bank.parameters[name].data)
 
     def give_back(self) -> None:
         """Put back what `take` took: the same hook, unless others have changed the module's hooks meanwhile. Idempotent."""

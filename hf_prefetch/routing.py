@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .discovery import ExpertBank, find_banks
+from .bank import ExpertBank
+from .discovery import find_banks
 
 __all__ = ["RoutingInjection", "RoutingTrace", "inject_routing", "record_routing"]
 
@@ -258,7 +259,7 @@ def _hook(banks: Sequence[ExpertBank], change: Change) -> list[RemovableHandle]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
             ids = bank.ids(args, kwargs)
             if ids is None:
-                raise RuntimeError(f"a call of {bank.name} does not show its expert ids ({bank.ids_argument[0]})")
+                raise RuntimeError(f"a call of {bank.name} does not show its expert ids")
             changed = change(bank, ids)
             return None if changed is None else bank.with_ids(args, kwargs, changed)
 

@@ -16,8 +16,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    SwitchTransformersConfig,
-    SwitchTransformersForConditionalGeneration,
 )
 
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
@@ -131,21 +129,18 @@ def tiny_llama() -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def tiny_switch() -> PreTrainedModel:
-    config = SwitchTransformersConfig(
-        vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
-        num_heads=2, num_experts=4, pad_token_id=0, decoder_start_token_id=0,
-    )  # fmt: skip
-    return SwitchTransformersForConditionalGeneration(config).eval()
+def two_linears() -> nn.ModuleList:
+    """Equal experts."""
+    return nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
 
 
-class ListOfExperts(nn.Module):
-    """A Mixture-of-Experts layer as many models outside of transformers have it."""
+class UnequalExperts(nn.Module):
+    """Experts that differ in size: there is no number of bytes that an expert has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(8, 4)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.router = nn.Linear(8, 2)
+        self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen = self.router(hidden).argmax(-1)
@@ -157,11 +152,11 @@ class ListOfExperts(nn.Module):
     [
         pytest.param(tiny_llama, ["LlamaForCausalLM", "no Mixture-of-Experts", "dense"], id="dense model"),
         pytest.param(lambda: nn.Linear(2, 2), ["Linear", "no Mixture-of-Experts"], id="a linear layer"),
-        pytest.param(tiny_switch, ["SwitchTransformersExperts", "not stacked"], id="experts in a ModuleDict"),
-        pytest.param(lambda: nn.Sequential(ListOfExperts()), ["0.experts", "ModuleList", "not stacked"], id="in a ModuleList"),
+        pytest.param(lambda: nn.Sequential(UnequalExperts()), ["0.experts", "ModuleList", "of one kind"], id="unequal experts"),
+        pytest.param(lambda: nn.ModuleDict({"experts": two_linears()}), ["ModuleList", "nothing around it"], id="no forward"),
     ],
 )
-def test_a_model_without_stacked_experts_is_refused(make: Callable[[], nn.Module], found: list[str]) -> None:
+def test_a_model_without_experts_that_can_travel_is_refused(make: Callable[[], nn.Module], found: list[str]) -> None:
     model, device = make(), FakeDevice()
     check = untouched(model)
     with pytest.raises(ValueError, match="What works") as caught:
@@ -241,7 +236,7 @@ def test_a_warning_that_is_made_an_error_undoes_everything() -> None:
 
 def test_experts_that_cannot_be_prefetched_beside_some_that_can_are_named() -> None:
     model = build("mixtral")
-    model.extra = ListOfExperts()
+    model.extra = UnequalExperts()
     with pytest.warns(UserWarning, match=r"extra\.experts \(ModuleList\)"):
         enable_expert_prefetch(model, device=FakeDevice())
     assert model.expert_prefetch.report().banks == 5

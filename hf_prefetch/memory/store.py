@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..discovery import ExpertBank
+from ..bank import ExpertBank
 from ..streams import StreamDevice
 from .ledger import Ledger, Purpose
 from .pinned import Arena

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ..bank import ExpertBank
 from ..config import DEFAULT_GATE
 from ..device.cache import RowCache, RowCaches
 from ..device.rows import RowCounter, RowSender
 from ..device.slots import SlotRing
-from ..discovery import ExpertBank
 from ..memory.ledger import Purpose
 from ..memory.store import HostStore
 from ..report import Counters

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..bank import ExpertBank
 from ..config import PrefetchConfig
-from ..discovery import ExpertBank
 from ..memory.ledger import Purpose
 from ..memory.store import HostStore
 from ..report import Counters, Report

@@ -1,0 +1,107 @@
+"""ExpertBank: the weights of one layer's experts, and the modules that hold and read them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .layout import BankLayout
+
+__all__ = ["ExpertBank"]
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertBank:
+    """The weights of one experts module, or of several modules that share the same Parameters.
+
+    [Note: owners and holders]
+    A *holder* is a module whose forward reads the bank: hooks go there. Its weights are its own Parameters, or those of modules
+    inside it, their *owners*: a list of experts, say, over which a block loops. They are named as in a state dict of the
+    holder: `gate_up_proj`, or `experts.3.up.weight`.
+
+    Attributes:
+        index: position among the model's banks, in the order of `named_modules`.
+        name: path of the module that the experts are in.
+        holders: every module that holds it, in weak references: whoever keeps a bank must not keep its model.
+        parameters: the Parameters that travel, by name. While the bank is prefetched they stay the same objects; what
+            they point at is host memory.
+        num_experts: how many experts there are.
+        ids_argument: name and position of the expert ids among the arguments of `forward`; None where it isn't given any.
+        layout: where each parameter lies in the bank's block of bytes.
+    """
+
+    index: int
+    name: str
+    holders: tuple[weakref.ref[nn.Module], ...]
+    parameters: dict[str, nn.Parameter]
+    num_experts: int
+    ids_argument: tuple[str, int] | None
+    layout: BankLayout
+    # Weak on both sides: a module owns its own weights as a rule, and an entry must not keep itself.
+    _places: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[nn.Module], str, str]]] = field(
+        default_factory=weakref.WeakKeyDictionary, repr=False
+    )
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the block that travels, in bytes."""
+        return self.layout.nbytes
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Every holder that is still there."""
+        return tuple(module for holder in self.holders if (module := holder()) is not None)
+
+    @property
+    def owners(self) -> tuple[nn.Module, ...]:
+        """Every module that has some of the Parameters as its own."""
+        return tuple(dict.fromkeys(owner for module in self.modules for owner, _, _ in self.places(module)))
+
+    def places(self, module: nn.Module) -> list[tuple[nn.Module, str, str]]:
+        """Where a holder's weights are: owner, name of the Parameter there, name in the bank."""
+        places = self._places.get(module)
+        if places is None:
+            paths = [(name.rpartition("."), name) for name in self.parameters]
+            places = [(weakref.ref(module.get_submodule(path)), own, name) for (path, _, own), name in paths]
+            self._places[module] = places
+        return [(owner, own, name) for reference, own, name in places if (owner := reference()) is not None]
+
+    def point(self, module: nn.Module, tensors: dict[str, nn.Parameter]) -> None:
+        """Make a holder read these tensors."""
+        for owner, own, name in self.places(module):
+            owner._parameters[own] = tensors[name]
+
+    def replaced(self, module: nn.Module) -> Iterator[str]:
+        """Names of a holder's weights that are not the bank's Parameters."""
+        return (name for owner, own, name in self.places(module) if owner._parameters.get(own) is not self.parameters[name])
+
+    def rebind(self) -> None:
+        """Look the Parameters up again: accelerate puts new ones in place when it attaches or detaches a hook."""
+        for owner, own, name in self.places(self.modules[0]):
+            parameter = owner._parameters[own]
+            assert parameter is not None, f"{self.name}.{name} is gone"
+            self.parameters[name] = parameter
+        for module in self.modules:
+            self.point(module, self.parameters)
+
+    def ids(self, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor | None:
+        """The expert ids of a call (tokens x top-k), or None where the call does not show them."""
+        if self.ids_argument is None:
+            return None
+        name, position = self.ids_argument
+        ids = args[position] if len(args) > position else kwargs.get(name)
+        return ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None
+
+    def with_ids(
+        self, args: tuple[object, ...], kwargs: dict[str, object], ids: torch.Tensor
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """The arguments of a call that shows its ids, with others in their place."""
+        assert self.ids_argument is not None, "it shows its ids"
+        name, position = self.ids_argument
+        if len(args) > position:
+            return (*args[:position], ids, *args[position + 1 :]), kwargs
+        return args, kwargs | {name: ids}
