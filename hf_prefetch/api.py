@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .config import DEFAULT_SLOTS, PrefetchConfig
-from .discovery import Discovery, find_banks
+from .discovery import Discovery, find_banks, one_of_each
 from .guards import guard, unguard
 from .homes import Device, Homes, choose_homes
 from .hooks import ExpertPrefetchHook, announce, attach, detach, hook_of
@@ -246,7 +246,7 @@ def _refuse_foreign_hooks(model: nn.Module, homes: Homes) -> None:
 def _say(scheduler: PrefetchScheduler, found: Discovery, homes: Homes) -> None:
     """Tell the user, once, what is not as they may expect."""
     if found.refusals:
-        left = "; ".join(map(str, found.refusals))
+        left = "; ".join(map(str, one_of_each(found.refusals)))
         warnings.warn(f"hf_prefetch: left where they are, since they can't be prefetched: {left}.", stacklevel=3)
     ledger, refusals = scheduler.store.ledger, scheduler.store.refusals
     pageable = ledger.held(Purpose.BANKS) - ledger.held(Purpose.PINNED)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,16 @@ from torch import nn
 from .bank import ExpertBank
 from .layout import BankLayout, is_dense
 
-__all__ = ["Discovery", "ExpertBank", "Refusal", "find_banks", "implementation_of", "reads_only_routed_rows", "takes_other_ids"]
+__all__ = [
+    "Discovery",
+    "ExpertBank",
+    "Refusal",
+    "find_banks",
+    "implementation_of",
+    "one_of_each",
+    "reads_only_routed_rows",
+    "takes_other_ids",
+]
 
 _SPARSE = ("eager", "batched_mm", "grouped_mm")
 
@@ -227,7 +236,7 @@ def _nothing_found(model: nn.Module, refusals: list[Refusal]) -> str:
         "5.17, and lists of equal experts (a ModuleList or ModuleDict)."
     )
     if refusals:
-        shown = "\n".join(f"  - {refusal}" for refusal in _one_of_each(refusals))
+        shown = "\n".join(f"  - {refusal}" for refusal in one_of_each(refusals))
         return f"{kind} has experts, but none in a layout that can be prefetched:\n{shown}\n{works}\nThe model is unchanged."
     largest = sorted({type(module).__name__ for module in model.modules() if module is not model})[:6]
     return (
@@ -236,7 +245,8 @@ def _nothing_found(model: nn.Module, refusals: list[Refusal]) -> str:
     )
 
 
-def _one_of_each(refusals: list[Refusal]) -> Iterator[Refusal]:
+def one_of_each(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
+    """The first refusal of each kind of module and reason: a model has as many as it has layers."""
     seen = set()
     for refusal in refusals:
         if (refusal.module, refusal.reason) not in seen:
