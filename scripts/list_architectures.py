@@ -16,6 +16,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 import transformers
