@@ -238,8 +238,8 @@ def _refuse_foreign_hooks(model: nn.Module, homes: Homes) -> None:
         hooks = filter(None, map(hook_of, bank.modules))
         if any(hook.scheduler not in own and not hook.scheduler.has_ended for hook in hooks):
             raise ValueError(
-                f"The experts in {bank.name} are already prefetched through another object that holds the same modules. "
-                "Call disable_expert_prefetch on that one first."
+                f"The experts in {bank.name or 'this module'} are already prefetched through another object that holds the "
+                "same modules. Call disable_expert_prefetch on that one first."
             )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -123,8 +122,7 @@ ExpertCache = Annotated[
 
 def _config(slots: int, n_cpu_moe: int | None, gpu_memory: str | None, expert_cache: str | None) -> PrefetchConfig:
     with _refusing(ValueError, option="--expert-cache" if expert_cache else None):
-        cache = float(expert_cache) if expert_cache and re.fullmatch(r"0?\.\d+", expert_cache.strip()) else expert_cache
-        return PrefetchConfig(slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, expert_cache=cache)
+        return PrefetchConfig(slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, expert_cache=expert_cache)
 
 
 # -- commands -----------------------------------------------------------------------------------------------------------
@@ -144,6 +142,9 @@ def generate(
     report: Annotated[bool, typer.Option("--report", help="Print afterwards what prefetching did.")] = False,
 ) -> None:
     """Continue a text, printing it as it is written."""
+    if hasattr(sys.stdout, "reconfigure"):
+        # A terminal that can't show a character shows another, rather than losing the text.
+        sys.stdout.reconfigure(errors="replace")
     text = _prompt_text(prompt, prompt_file)
     config, home = _config(prefetch_experts_slots, n_cpu_moe, gpu_memory, expert_cache), stream_device(device)
     tokenizer, writer = load_tokenizer(model), load_model(model)
@@ -208,7 +209,7 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     else:
         assert prompt_file is not None
         with _refusing(OSError, UnicodeError, option="--prompt-file"):
-            text = prompt_file.read_text(encoding="utf-8")
+            text = prompt_file.read_text(encoding="utf-8-sig")
     if not text:
         raise typer.BadParameter("the text to continue is empty")
     return text

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 from accelerate.utils import convert_file_size_to_int
+
+from .sizes import shown
 
 __all__ = ["DEFAULT_GATE", "DEFAULT_SLOTS", "MAX_SLOTS", "MIN_SLOTS", "PrefetchConfig"]
 
@@ -74,18 +77,17 @@ class PrefetchConfig:
             raise ValueError("n_cpu_moe and gpu_memory both decide what stays on the device; give one of them.")
         if self.gpu_memory is not None:
             object.__setattr__(self, "gpu_memory", _size_in_bytes(self.gpu_memory, "gpu_memory"))
-        if isinstance(self.expert_cache, float):
-            if not 0 < self.expert_cache < 1 or self.gpu_memory is None:
-                raise ValueError(
-                    f"expert_cache={self.expert_cache!r} is a share of gpu_memory: it must lie between 0 and 1, and gpu_memory "
-                    'must be given. Sizes are bytes or texts such as "4GiB".'
-                )
-        elif self.expert_cache is not None:
-            object.__setattr__(self, "expert_cache", _size_in_bytes(self.expert_cache, "expert_cache", least=0))
+        if self.expert_cache is not None:
+            object.__setattr__(self, "expert_cache", _size_or_share(self.expert_cache))
+        if isinstance(self.expert_cache, float) and self.gpu_memory is None:
+            raise ValueError(
+                f"expert_cache={self.expert_cache!r} is a share of gpu_memory, which is not given. Give that, or a size in "
+                'bytes or as "4GiB".'
+            )
         if self.cache_budget and self.device_budget is not None and self.cache_budget >= self.device_budget:
             raise ValueError(
-                f"expert_cache ({self.cache_budget / 2**20:,.0f} MiB) is part of gpu_memory "
-                f"({self.device_budget / 2**20:,.0f} MiB) and must be smaller."
+                f"expert_cache ({shown(self.cache_budget)}) is part of gpu_memory ({shown(self.device_budget)}) and must be "
+                "smaller."
             )
         if self.progress is not None and not isinstance(self.progress, bool):
             raise TypeError(f"progress must be True, False or None, got {self.progress!r}.")
@@ -101,6 +103,23 @@ class PrefetchConfig:
         if isinstance(self.expert_cache, float):
             return int(self.expert_cache * (self.device_budget or 0))
         return self.expert_cache if isinstance(self.expert_cache, int) else 0
+
+
+def _size_or_share(value: object) -> int | float:
+    """A size in bytes as an int, or a share between 0 and 1 as a float: 0.5, "0.5" or "50%"."""
+    text = value.strip() if isinstance(value, str) else ""
+    share: float | None = None
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        share = float(value)
+    elif re.fullmatch(r"\d*\.\d+", text):
+        share = float(text)
+    elif re.fullmatch(r"\d+(\.\d+)? ?%", text):
+        share = float(text.rstrip("% ")) / 100
+    if share is None:
+        return _size_in_bytes(value, "expert_cache", least=0)
+    if not 0 < share < 1:
+        raise ValueError(f"expert_cache={value!r} is a share of gpu_memory and must lie between 0 and 1.")
+    return share
 
 
 def _size_in_bytes(size: object, name: str, least: int = 1) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from .bank import ExpertBank
 from .config import PrefetchConfig
 from .placement import is_dispatched, offload_device
 from .scheduling.residency import NoRoomError, choose_host_banks, first_banks
+from .sizes import at_least, shown
 from .streams import StreamDevice, stream_device
 
 __all__ = ["Device", "Homes", "choose_homes"]
@@ -56,7 +58,7 @@ def choose_homes(model: nn.Module, banks: tuple[ExpertBank, ...], device: Device
     if config.n_cpu_moe is not None:
         host = {banks[index] for index in first_banks(config.n_cpu_moe, len(banks))}
     elif config.device_budget is not None:
-        host = _within_budget(model, homes, config.device_budget, config.cache_budget, config.slots, dispatched)
+        host = _within_budget(model, homes, config, dispatched)
     else:
         # Of a dispatched model only what was sent away from its device is ours to bring there.
         host = offloaded or set(banks)
@@ -88,9 +90,10 @@ def _devices(
 
 
 def _within_budget(
-    model: nn.Module, homes: dict[ExpertBank, StreamDevice], budget: int, cache: int, slots: int, dispatched: bool
+    model: nn.Module, homes: dict[ExpertBank, StreamDevice], config: PrefetchConfig, dispatched: bool
 ) -> set[ExpertBank]:
-    """The banks that don't fit into `budget` bytes of each device beside the slots, the cache and what is not an expert."""
+    """The banks that don't fit into the budget of each device beside the slots, the cache and what is not an expert."""
+    budget, cache, slots = config.device_budget or 0, config.cache_budget, config.slots
     experts = {id(parameter) for bank in homes for parameter in bank.parameters.values()}
     rest = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in experts}
     host: set[ExpertBank] = set()
@@ -107,10 +110,14 @@ def _within_budget(
             left = budget - dense if sum(sizes) <= budget - dense else budget - dense - cache
             chosen = choose_host_banks(sizes, left, slots)
         except NoRoomError as error:
-            least = dense + cache + slots * max(bank.nbytes for bank in banks)
+            least = dense + slots * max(bank.nbytes for bank in banks)
+            # A cache that is a share of the budget grows with it.
+            share = config.expert_cache if isinstance(config.expert_cache, float) else 0.0
+            least = math.ceil((least if share else least + cache) / (1 - share))
+            takes, smaller = (f" and {shown(cache)} to expert_cache", ", a smaller expert_cache") if cache else ("", "")
             raise ValueError(
-                f"gpu_memory={budget / 2**20:,.0f} MiB is too little on {home.name}: {dense / 2**20:,.0f} MiB of it go to what "
-                f"is not an expert, {error}. Give at least {least / 2**20:,.0f} MiB, or take fewer slots."
+                f"gpu_memory={shown(budget)} is too little on {home.name}: {shown(dense)} of it go to what is not an expert"
+                f"{takes}, {error}. Give at least {at_least(least)}{smaller}, or take fewer slots."
             ) from error
         host.update(banks[index] for index in chosen)
     return host

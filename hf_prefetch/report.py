@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .device.rows import RowCounter
+from .sizes import shown
 from .streams import StreamDevice
 
 __all__ = ["Counters", "Report"]
@@ -37,7 +38,7 @@ class Report:
         stall_seconds: time that the device stood still, waiting for experts.
         fallbacks: failures after which a slower way was taken. Choices between ways don't count.
         looks_ahead: whether banks can be sent ahead at all.
-        device_bytes: device memory held for slots, and `cache_bytes` for row caches.
+        device_bytes: device memory held for slots, and `cache_bytes` for row caches, of `cache_asked`.
         host_bytes: host memory held for banks, and `pinned_bytes` the page-locked part of it.
     """
 
@@ -60,6 +61,7 @@ class Report:
     looks_ahead: bool
     device_bytes: int
     cache_bytes: int
+    cache_asked: int
     host_bytes: int
     pinned_bytes: int
 
@@ -76,23 +78,25 @@ class Report:
         pinned = f"{self.pinned_bytes / self.host_bytes:.0%} of it page-locked" if self.host_bytes else "nothing held"
         copies = f"{self.copies:,} whole banks ({self.unused_copies:,} unused) and single experts"
         ahead = "looks ahead" if self.looks_ahead else "does not look ahead: plain copies"
-        cached = "no row cache: expert_cache= gives one"
+        cached = "no row cache: expert_cache= gives one" if self.banks else "nothing to cache"
+        if self.cache_asked and self.banks:
+            cached = f"expert_cache is {shown(self.cache_asked)}: not used yet, or too small for the experts of one token"
         if self.cache_bytes or self.cached_calls:
-            cached = f"whose experts stay on the device: {_size(self.cache_bytes)} of caches"
+            cached = f"whose experts stay on the device: {shown(self.cache_bytes)} of caches"
         rate = "" if self.hit_rate is None else f", {self.hit_rate:.0%} of those needed were there"
         if not self.devices:
             ahead = "nothing to prefetch: all experts stay on the device"
         return [
             ("device", ", ".join(self.devices) or "-", ahead),
             ("expert banks", f"{self.banks:,}", f"in host memory, {self.resident_banks:,} more stay on the device"),
-            ("slots", f"{self.slots}", f"{_size(self.device_bytes)} on the device"),
-            ("host memory", _size(self.host_bytes), pinned),
+            ("slots", f"{self.slots}", f"{shown(self.device_bytes)} on the device"),
+            ("host memory", shown(self.host_bytes), pinned),
             ("lookahead hits", f"{self.lookahead_hits:,}", of_calls),
             ("routed calls", f"{self.routed_calls:,}", "of few tokens (decode), which sent the experts that they use"),
             ("cached calls", f"{self.cached_calls:,}", cached),
             ("single experts", f"{self.routed_rows:,}", f"sent for routed and cached calls{rate}"),
             ("plain calls", f"{plain:,}", "whose whole bank was sent when it was needed"),
-            ("sent to device", _size(self.bytes_to_device), copies),
+            ("sent to device", shown(self.bytes_to_device), copies),
             ("stall", f"{self.stall_seconds:.3f} s", "in which the device stood waiting for experts"),
             ("fallbacks", f"{self.fallbacks:,}", "failures answered by a slower way" if self.fallbacks else "nothing failed"),
         ]
@@ -199,10 +203,3 @@ class Counters:
             fallbacks=self.fallbacks,
             **state,
         )
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:,.2f} {unit}"
-    return f"{nbytes} B"

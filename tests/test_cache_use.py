@@ -62,9 +62,10 @@ def test_a_cache_that_is_a_share() -> None:
     assert PrefetchConfig(expert_cache=0.25, gpu_memory=1000).cache_budget == 250
 
 
-@pytest.mark.parametrize("given", [None, 0, 1])
+@pytest.mark.filterwarnings("ignore:hf_prefetch. expert_cache is:RuntimeWarning")
+@pytest.mark.parametrize("given", [None, 0, 1, 90_000])
 def test_no_cache(given: int | None) -> None:
-    """None, 0, and less than one row a bank are no cache at all."""
+    """None, 0, and less than a token's experts a bank (here none or one) are no cache at all."""
     model, device = build("mixtral"), FakeDevice()
     model.set_experts_implementation("batched_mm")
     enable_expert_prefetch(model, device=device, expert_cache=given)
@@ -77,7 +78,7 @@ def test_no_cache(given: int | None) -> None:
     assert device.allocated_bytes == report.device_bytes
 
 
-@pytest.mark.parametrize("rows", [1, TOP_K, 5])
+@pytest.mark.parametrize("rows", [TOP_K, 5])
 def test_no_more_memory_than_asked_for(rows: int) -> None:
     """The caches keep to their budget, tables aside, and are allocated when they are first used."""
     model, device = build("gpt_oss", torch.bfloat16), FakeDevice()
@@ -346,7 +347,9 @@ def test_out_of_memory_in_any_operator_of_a_call(kind: str, implementation: str)
                 output = bank.experts(*bank.calls[kind])
         assert torch.equal(output, bank.expected[kind]), at
         assert len(told) == 1
-        assert lane_of(bank.scheduler).caches.rows == rows // 2
+        # Half of three rows is less than a token needs.
+        assert rows == 3
+        assert lane_of(bank.scheduler).caches.rows == 0
         assert bank.scheduler.report().fallbacks == 1
         assert bank.failures() == []
         disable_expert_prefetch(bank.model)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from torch import nn
 
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
+from hf_prefetch.config import PrefetchConfig
 from hf_prefetch.testing import FakeDevice
 from models import Snapshot, build, experts_of, prompt
 
@@ -112,3 +118,70 @@ def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_a_model_made_under_inference_mode_works_afterwards(device: torch.device, implementation: str) -> None:
+    """As it did before: with inference_mode and without."""
+    with torch.inference_mode():
+        model = build("qwen3_moe").to(device)
+    model.set_experts_implementation(implementation)
+    ids = prompt(5, device=device)
+    modes = (torch.no_grad, torch.inference_mode)
+    expected = [call(model, ids, mode) for mode in modes]
+    enable_expert_prefetch(model, device=device)
+    for mode, right in zip(modes, expected, strict=True):
+        assert torch.equal(call(model, ids, mode), right)
+    disable_expert_prefetch(model)
+    for mode, right in zip(modes, expected, strict=True):
+        assert torch.equal(call(model, ids, mode), right)
+    assert all(parameter.is_inference() for parameter in model.parameters())
+
+
+def call(model: nn.Module, ids: torch.Tensor, mode: Callable[[], AbstractContextManager[None]]) -> torch.Tensor:
+    with mode():
+        logits: torch.Tensor = model(ids).logits
+    return logits
+
+
+@pytest.mark.parametrize("cache", [None, 0.2, 0.5, "64KiB"])
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_the_least_gpu_memory_that_is_named_is_enough(cache: float | str | None, slots: int) -> None:
+    """The message names a size; who gives it gets no other message."""
+    model = build("qwen3_moe")
+    with pytest.raises(ValueError, match="Give at least") as caught:
+        enable_expert_prefetch(model, slots, gpu_memory="100KiB", expert_cache=cache)
+    least = re.search(r"Give at least (\S+?[KMG]iB)", str(caught.value))
+    assert least, caught.value
+    assert ("expert_cache" in str(caught.value)) == (cache is not None)
+    enable_expert_prefetch(model, slots, gpu_memory=least[1], expert_cache=cache)
+    disable_expert_prefetch(model)
+
+
+def test_a_cache_too_small_for_a_token_is_said_once() -> None:
+    """It would only take memory. The message names a size that is enough."""
+    model, ids = build("qwen3_moe"), prompt(20)
+    model.set_experts_implementation("batched_mm")
+    enable_expert_prefetch(model, expert_cache=1)
+    with warnings.catch_warnings(record=True) as told, torch.no_grad():
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(ids[:, :1])
+    assert len(told) == 1
+    assert "a token uses 2" in str(told[0].message)
+    assert "too small" in str(model.expert_prefetch.report())
+    assert model.expert_prefetch.report().cache_bytes == 0
+    least = re.search(r"Give at least (\S+?[KMG]iB)", str(told[0].message))
+    assert least, told[0].message
+    enable_expert_prefetch(model, expert_cache=least[1])
+    with torch.no_grad():
+        model(ids[:, :1])
+    assert model.expert_prefetch.report().cached_calls == 7
+
+
+@pytest.mark.parametrize("share", [0.5, "0.5", "50%", ".5"])
+def test_a_share_may_be_a_number_or_a_text(share: float | str) -> None:
+    """Of gpu_memory."""
+    assert PrefetchConfig(gpu_memory="8MiB", expert_cache=share).cache_budget == 4 * 2**20
+    with pytest.raises(ValueError, match="gpu_memory, which is not given"):
+        PrefetchConfig(expert_cache=share)

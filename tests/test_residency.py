@@ -25,7 +25,7 @@ def test_slots_count_against_the_budget() -> None:
 def test_too_little_for_the_slots_is_an_error_with_the_numbers() -> None:
     """Not a plan that fails later."""
     mib = 2**20
-    with pytest.raises(NoRoomError, match=r"20 MiB are left .* 3 slots .* take 30 MiB"):
+    with pytest.raises(NoRoomError, match=r"20.00 MiB are left .* 3 slots .* take 30.00 MiB"):
         choose_host_banks([10 * mib] * 4, 20 * mib, slots=3)
 
 

@@ -18,11 +18,15 @@ __all__ = ["HostStore", "StoredBank", "send_parameter"]
 
 @dataclass(frozen=True, eq=False)
 class StoredBank:
-    """A bank in the store: its block in host memory, and on which device each of its parameters was before."""
+    """A bank in the store: its block in host memory, and on which device each of its parameters was before.
+
+    `inference` are those that were made under inference_mode: they must hold memory made there when they are given back.
+    """
 
     bank: ExpertBank
     arena: Arena
     origins: dict[str, torch.device]
+    inference: frozenset[str] = frozenset()
 
     @property
     def block(self) -> torch.Tensor:
@@ -88,7 +92,8 @@ class HostStore:
         views = arena.views(bank.layout)
         origins = {name: parameter.device for name, parameter in bank.parameters.items()}
         # From here on `give_back` can undo whatever an error or an interrupt leaves half done.
-        self._stored[bank.index] = StoredBank(bank, arena, origins)
+        inference = frozenset(name for name, parameter in bank.parameters.items() if parameter.is_inference())
+        self._stored[bank.index] = StoredBank(bank, arena, origins, inference)
         if any(origin.type != "cpu" for origin in origins.values()):
             # A download is fastest into locked pages, and locking is fastest on pages that are there.
             arena.touch()
@@ -147,7 +152,7 @@ def _send_back(stored: StoredBank) -> None:
     bank = stored.bank
     try:
         for name, parameter in bank.parameters.items():
-            send_parameter(parameter, stored.origins[name])
+            send_parameter(parameter, stored.origins[name], inference=name in stored.inference)
     except torch.OutOfMemoryError:
         warnings.warn(
             f"hf_prefetch: {bank.name} stays in host memory, there is no room for its {bank.nbytes / 2**20:,.0f} MiB on "
@@ -157,10 +162,17 @@ def _send_back(stored: StoredBank) -> None:
         )
 
 
-def send_parameter(parameter: nn.Parameter, device: torch.device) -> None:
-    """Move a Parameter and its gradient, in place: it stays the same object."""
-    # What is made under inference_mode could never be trained or written to again.
+def send_parameter(parameter: nn.Parameter, device: torch.device, *, inference: bool | None = None) -> None:
+    """Move a Parameter and its gradient, in place: it stays the same object.
+
+    `inference`: whether it was made under inference_mode; asked of itself if not given.
+    """
+    inference = parameter.is_inference() if inference is None else inference
+    # What is made under inference_mode could never be trained or written to again, so nothing else is made there. Whoever was
+    # made there keeps no count of versions, and must not hold memory of the other kind.
+    with torch.inference_mode(inference), torch.no_grad():
+        data = parameter.data.to(device)
+        parameter.data = data.clone() if inference and not data.is_inference() else data
     with torch.inference_mode(False), torch.no_grad():
-        parameter.data = parameter.data.to(device)
         if parameter.grad is not None:
             parameter.grad = parameter.grad.to(device)

@@ -18,6 +18,7 @@ from ..device.slots import SlotRing
 from ..memory.ledger import Purpose
 from ..memory.store import HostStore
 from ..report import Counters
+from ..sizes import at_least, shown
 from ..streams import StreamDevice
 from .observer import Observer
 from .plan import LookaheadOrder
@@ -86,7 +87,9 @@ class Lane:
         self.replacement = Replacement()
         self.order = LookaheadOrder([bank.index for bank in banks])
         self.ring = SlotRing(device, max(bank.nbytes for bank in banks), sender)
-        rows = cache_rows([bank.layout.row_nbytes for bank in banks if bank.layout.has_rows], cache_budget)
+        sizes = [bank.layout.row_nbytes for bank in banks if bank.layout.has_rows]
+        self._cache_budget, self._row_nbytes = cache_budget, sum(sizes)
+        rows = cache_rows(sizes, cache_budget)
         self.caches = RowCaches(device, sender, min(rows, max(bank.num_experts for bank in banks)), self.replacement.decay)
         store.ledger.add(Purpose.SLOTS, self.ring.held)
         store.ledger.add(Purpose.CACHES, self.caches.held)
@@ -238,6 +241,22 @@ class Lane:
             self.caches.hold(stored)
             weights = self.replacement.weights(max(ids.shape[0], 1))
             self.caches.keep(stored, slot.buffer, ids[-self.replacement.window :], weights)
+
+    def check_cache(self, bank: ExpertBank, ids: torch.Tensor) -> None:
+        """Give up caches that can't hold the experts of one token, saying once what would do."""
+        needed = min(ids.shape[-1], bank.num_experts)
+        if not self._cache_budget or self.caches.rows >= needed:
+            return
+        least = self._cache_budget if self._row_nbytes == 0 else needed * self._row_nbytes
+        if not self._counters.shrunk:
+            warnings.warn(
+                f"hf_prefetch: expert_cache is {shown(self._cache_budget)}, enough for {self.caches.rows} experts a layer, and "
+                f"a token uses {needed}: it is not used. Give at least {at_least(least)}; half of all experts is a good size.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._cache_budget = 0
+        self.caches.rows = 0
 
     def cache_of(self, bank: ExpertBank) -> RowCache | None:
         """A bank's cache, made now if it is not there; None if there is no room for one, which is said once."""

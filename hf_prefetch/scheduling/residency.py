@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..sizes import shown
+
 __all__ = ["NoRoomError", "cache_rows", "choose_host_banks", "first_banks", "spread"]
 
 
@@ -55,6 +57,5 @@ def choose_host_banks(sizes: Sequence[int], budget: int, slots: int) -> list[int
             return host
     needed = slots * max(sizes)
     raise NoRoomError(
-        f"{budget / 2**20:,.0f} MiB are left for experts, but {slots} slots of the largest layer's experts take "
-        f"{needed / 2**20:,.0f} MiB"
+        f"{shown(budget)} are left for experts, but {slots} slots of the largest layer's experts take {shown(needed)}"
     )

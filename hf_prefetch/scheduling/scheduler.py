@@ -112,6 +112,8 @@ class PrefetchScheduler:
             if not capturing:
                 lane.begin_pass()
         lane.announced = False
+        if ids is not None:
+            lane.check_cache(bank, ids)
         path = self._path(lane, bank, routed_ids, ids, remaps=remaps, capturing=capturing)
         if path is Path.CACHED and ids is not None:
             handout = lane.hand_out_cache(bank, ids)
@@ -218,6 +220,7 @@ class PrefetchScheduler:
                 looks_ahead=all(lane.looks_ahead for lane in lanes),
                 device_bytes=ledger.held(Purpose.SLOTS),
                 cache_bytes=ledger.held(Purpose.CACHES),
+                cache_asked=self.config.cache_budget,
                 host_bytes=ledger.held(Purpose.BANKS),
                 pinned_bytes=ledger.held(Purpose.PINNED),
             )
