@@ -1,9 +1,10 @@
 """Run Mixture-of-Experts models bigger than the GPU: experts stay in host memory and reach the GPU ahead of use."""
 
 from .api import disable_expert_prefetch, enable_expert_prefetch
+from .loading import from_pretrained
 from .report import Report
 from .scheduling.scheduler import PrefetchScheduler
 
-__all__ = ["PrefetchScheduler", "Report", "__version__", "disable_expert_prefetch", "enable_expert_prefetch"]
+__all__ = ["PrefetchScheduler", "Report", "__version__", "disable_expert_prefetch", "enable_expert_prefetch", "from_pretrained"]
 
 __version__ = "0.1.0"

@@ -17,13 +17,13 @@ from .guards import guard, unguard
 from .homes import Device, Homes, choose_homes
 from .hooks import ExpertPrefetchHook, announce, attach, detach, hook_of
 from .memory.ledger import Purpose
-from .memory.store import HostStore
+from .memory.store import HostStore, Load, copy_value
 from .placement import DeviceMap, Placement, TakenHooks
 from .progress import byte_progress
 from .scheduling.scheduler import PrefetchScheduler
 from .undo import Undo
 
-__all__ = ["disable_expert_prefetch", "enable_expert_prefetch"]
+__all__ = ["disable_expert_prefetch", "enable", "enable_expert_prefetch"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -83,13 +83,18 @@ def enable_expert_prefetch(
     _check_model(model)
     if config.slots == 0:
         return disable_expert_prefetch(model)
+    return enable(model, config, device)
+
+
+def enable(model: Model, config: PrefetchConfig, device: Device | None, load: Load = copy_value) -> Model:
+    """Enable a model. `load` writes a Parameter's value to where it goes, from wherever it is: it may still be in a file."""
     found = find_banks(model)
     homes = choose_homes(model, found.banks, device, config)
     _refuse_foreign_hooks(model, homes)
     disable_expert_prefetch(model)
     undo = Undo()
     try:
-        scheduler = _install(model, config, homes, undo)
+        scheduler = _install(model, config, homes, undo, load)
         _say(scheduler, found, homes)
         return model
     except BaseException:
@@ -138,7 +143,7 @@ def _enabled(model: nn.Module) -> list[tuple[PrefetchScheduler, Undo]]:
     return found
 
 
-def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo) -> PrefetchScheduler:
+def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo, load: Load) -> PrefetchScheduler:
     """Enable a model.
 
     The way back from each step is added to `undo` before the step is taken, so an error or an interrupt in the middle of
@@ -148,7 +153,8 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo)
     undo.add(_forget, model)  # the last step: until then disabling can be called again
     banks, store = tuple(homes.host), HostStore()
     taken = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.owners}
-    placement = Placement(model, stay={id(parameter) for bank in banks for parameter in bank.parameters.values()})
+    stay = {id(parameter) for bank in banks for parameter in bank.parameters.values()}
+    placement = Placement(model, stay, load)
     undo.add(placement.restore)
     for bank, home in homes.resident.items():
         for module in bank.owners:
@@ -156,14 +162,16 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo)
             taken[module].take()
         bank.rebind()
         placement.send(bank.parameters.values(), home.device)
-    with byte_progress(sum(bank.nbytes for bank in banks), "experts to host memory", config.progress) as bar:
+    # Whoever reads weights from files shows a bar of all of them.
+    shown = config.progress if load is copy_value else False
+    with byte_progress(sum(bank.nbytes for bank in banks), "experts to host memory", shown) as bar:
         for bank in banks:
             for module in bank.owners:
                 undo.add(taken[module].give_back)
                 taken[module].take()
             bank.rebind()
             undo.add(store.give_back, bank)
-            store.adopt(bank, homes.host[bank])
+            store.adopt(bank, homes.host[bank], load)
             for module in bank.owners:
                 taken[module].share(bank)
             bar.update(bank.nbytes)
@@ -247,7 +255,7 @@ def _say(scheduler: PrefetchScheduler, found: Discovery, homes: Homes) -> None:
     """Tell the user, once, what is not as they may expect."""
     if found.refusals:
         left = "; ".join(map(str, one_of_each(found.refusals)))
-        warnings.warn(f"hf_prefetch: left where they are, since they can't be prefetched: {left}.", stacklevel=3)
+        warnings.warn(f"hf_prefetch: left where they are, since they can't be prefetched: {left}.", stacklevel=4)
     ledger, refusals = scheduler.store.ledger, scheduler.store.refusals
     pageable = ledger.held(Purpose.BANKS) - ledger.held(Purpose.PINNED)
     if refusals:
@@ -256,7 +264,7 @@ def _say(scheduler: PrefetchScheduler, found: Discovery, homes: Homes) -> None:
             f"page-locked: {refusals[0]}. They are copied from pageable memory: several times slower, with the same output. "
             "Raise the limit on locked memory (ulimit -l; a container's memlock) and enable it again.",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     for home in homes.devices:
         if home.device.type == "cpu" and home.overlaps and not home.can_pin:

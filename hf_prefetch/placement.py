@@ -16,7 +16,7 @@ from torch import nn
 
 from .bank import ExpertBank
 from .hooks import all_or_nothing, flatten, put_on
-from .memory.store import send_parameter
+from .memory.store import Load, copy_value, send_parameter
 
 __all__ = ["DeviceMap", "Placement", "TakenHooks", "is_dispatched", "offload_device"]
 
@@ -27,10 +27,11 @@ _TAKEN = "_hf_prefetch_taken"
 class Placement:
     """Moves the tensors of a model that are on the CPU to a device, and back."""
 
-    def __init__(self, model: nn.Module, stay: Collection[int]) -> None:
-        """`stay`: ids of Parameters that are not touched."""
+    def __init__(self, model: nn.Module, stay: Collection[int], load: Load = copy_value) -> None:
+        """`stay`: ids of Parameters that are not touched. `load`: brings a value into memory that is there for it."""
         self._model = model
         self._stay = stay
+        self._load = load
         self._parameters: list[nn.Parameter] = []
         self._buffers: list[tuple[nn.Module, str]] = []
 
@@ -47,6 +48,8 @@ class Placement:
     def send(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         """Move some Parameters from the CPU to a device of their own."""
         for parameter in parameters:
+            if parameter.device.type == "cpu":
+                self._load(parameter, parameter.data)
             if parameter.device.type == "cpu" and device.type != "cpu":
                 self._parameters.append(parameter)
                 send_parameter(parameter, device)

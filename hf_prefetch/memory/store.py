@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,17 @@ from ..streams import StreamDevice
 from .ledger import Ledger, Purpose
 from .pinned import Arena
 
-__all__ = ["HostStore", "StoredBank", "send_parameter"]
+__all__ = ["HostStore", "Load", "StoredBank", "copy_value", "send_parameter"]
+
+# Writes a Parameter's value into a tensor on the CPU of its shape and type, which may be its own memory.
+Load = Callable[[nn.Parameter, torch.Tensor], None]
+
+
+def copy_value(parameter: nn.Parameter, destination: torch.Tensor) -> None:
+    """The `Load` of a Parameter that holds its value already."""
+    if destination.data_ptr() != parameter.data_ptr():
+        with torch.no_grad():
+            destination.copy_(parameter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +93,12 @@ class HostStore:
         begin = stored.block.data_ptr()
         return [spec.name for spec in bank.layout.specs if bank.parameters[spec.name].data_ptr() != begin + spec.offset]
 
-    def adopt(self, bank: ExpertBank, device: StreamDevice) -> None:
+    def adopt(self, bank: ExpertBank, device: StreamDevice, load: Load = copy_value) -> None:
         """Move a bank's bytes into an arena, page-lock it for `device`, and point the bank's Parameters there.
 
-        The Parameters keep their identity; the memory that they had is free as soon as nobody else holds it. Where the
-        system refuses to page-lock, the bank stays pageable and the reason is appended to `refusals`.
+        The Parameters keep their identity; the memory that they had is free as soon as nobody else holds it. `load` brings
+        their values there. Where the system refuses to page-lock, the bank stays pageable and the reason is appended to
+        `refusals`.
         """
         arena = Arena(bank.nbytes, shared=device.can_pin)
         views = arena.views(bank.layout)
@@ -100,8 +112,7 @@ class HostStore:
             self._pin(arena, device)
         # Each Parameter's old memory is free before the next one is copied: a bank never exists twice as a whole.
         for name, parameter in bank.parameters.items():
-            with torch.no_grad():
-                views[name].copy_(parameter)
+            load(parameter, views[name])
             parameter.data = views[name]
         self._pin(arena, device)
 

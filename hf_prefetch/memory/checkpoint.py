@@ -1,0 +1,115 @@
+"""What lies where in the safetensors files of a checkpoint, found out from their headers: no weight is read here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["StoredTensor", "UnknownDtypeError", "read_headers"]
+
+# safetensors' names of the types that torch can hold one element of. Types that pack two numbers into a byte are not here.
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+# A header is a table of contents. safetensors itself refuses one beyond this size.
+_MAX_HEADER = 100_000_000
+
+
+class UnknownDtypeError(ValueError):
+    """A checkpoint holds a type of number that can't be read as it lies there."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint: `offset` bytes from the start of `file`, row-major, `nbytes` long."""
+
+    file: Path
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.key!r} in {self.file}"
+
+
+def read_headers(files: Sequence[str | Path], index: Mapping[str, str] | None = None) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint by its key.
+
+    Args:
+        files: its safetensors files.
+        index: the name of the file in which each key must be, for a checkpoint of several files.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        UnknownDtypeError: a tensor has a type that torch doesn't have.
+        ValueError: a file is truncated, is no safetensors file, or lacks a key. The message names the file and a key.
+    """
+    wanted: dict[str, list[str]] = {}
+    for key, name in (index or {}).items():
+        wanted.setdefault(Path(name).name, []).append(key)
+    tensors: dict[str, StoredTensor] = {}
+    for file in map(Path, files):
+        if not file.is_file():
+            keys = wanted.get(file.name, [])
+            holds = f", which holds {keys[0]!r}" + (f" and {len(keys) - 1} more tensors" if keys[1:] else "") if keys else ""
+            raise FileNotFoundError(f"The checkpoint lacks {file}{holds}. Download or copy it again.")
+        tensors.update(_header(file))
+    for file in map(Path, files):
+        for key in wanted.get(file.name, []):
+            if key not in tensors:
+                raise ValueError(f"{file} lacks {key!r}, which the checkpoint's index says is there. Download it again.")
+    return tensors
+
+
+def _header(file: Path) -> dict[str, StoredTensor]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            raise ValueError(f"{file} is truncated or no safetensors file: its header does not fit into its {size:,} bytes.")
+        try:
+            entries = json.loads(stream.read(length))
+            entries.pop("__metadata__", None)
+            tensors = {key: _stored(file, key, entry, 8 + length) for key, entry in entries.items()}
+        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is no safetensors file: its header can't be read ({error}).") from error
+    for stored in sorted(tensors.values(), key=lambda stored: stored.offset):
+        if stored.offset + stored.nbytes > size:
+            raise ValueError(
+                f"{file} is truncated: {stored.key!r} should end at byte {stored.offset + stored.nbytes:,}, the file has "
+                f"{size:,}. Download or copy it again."
+            )
+    return tensors
+
+
+def _stored(file: Path, key: str, entry: dict[str, Any], begin: int) -> StoredTensor:
+    if entry["dtype"] not in _DTYPES:
+        raise UnknownDtypeError(f"{file}: {key!r} is of type {entry['dtype']}")
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+    first, last = entry["data_offsets"]
+    if last - first != prod(shape) * dtype.itemsize or first < 0:
+        raise ValueError(f"{file} is no valid safetensors file: {key!r} takes {last - first} bytes, not what its shape needs.")
+    return StoredTensor(file, key, dtype, shape, begin + first, last - first)

@@ -1,0 +1,206 @@
+"""Reading a checkpoint into the places where its weights stay.
+
+`Reader` moves bytes from files into tensors on several threads and shows how far it is. `Unread` knows which Parameters of a
+model have not been read yet, and reads each of them when somebody says where it goes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from ..progress import byte_progress
+from .checkpoint import StoredTensor
+from .deferred import Deferred, Piece, Recipe, pieces, stored_in
+from .pinned import Arena
+
+__all__ = ["Reader", "Unread"]
+
+# Enough to reach what memory and fast disks give; each holds at most one piece besides its destination.
+THREADS = 8
+# Pieces that wait for a thread: few, so that an interrupt has little to wait for.
+AHEAD = 4 * THREADS
+# Tensors from this size on get pages of their own while they are not read.
+_OWN_PAGES = 2**20
+
+
+class Reader:
+    """Reads what recipes say, and shows a progress bar over the bytes of the checkpoint.
+
+    Use it as a context: at the end no thread writes anywhere any more, and the bar is gone.
+    """
+
+    def __init__(self, progress: bool | None) -> None:
+        self._progress = progress
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="hf_prefetch_reader")
+        self._bar = byte_progress(0, "loading weights", False)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._bar.close()
+
+    def expect(self, tensors: Iterable[StoredTensor]) -> None:
+        """Begin to show progress: these are to be read."""
+        self._bar.close()
+        self._bar = byte_progress(sum(stored.nbytes for stored in tensors), "loading weights", self._progress)
+
+    def still_to_read(self, nbytes: int) -> None:
+        """Correct how much is left: so many bytes."""
+        self._bar.total = self._bar.n + nbytes
+        self._bar.refresh()
+
+    def materialize(self, deferred: Deferred) -> torch.Tensor:
+        """What a deferred tensor stands for, as an ordinary tensor in new memory."""
+        with torch.inference_mode(False):
+            tensor = torch.empty(tuple(deferred.shape), dtype=deferred.dtype)
+        self.read(deferred.recipe, tensor)
+        return tensor
+
+    def read(self, recipe: Recipe, destination: torch.Tensor) -> None:
+        """Make a tensor in `destination`, a tensor on the CPU of its shape and type. Returns when all of it is there.
+
+        Raises:
+            OSError, ValueError: a file can't be read or has become shorter; the message names the file and the key.
+        """
+        with torch.inference_mode(False):
+            waiting = pieces(recipe, destination.detach())
+            first = next(waiting, None)
+            second = next(waiting, None)
+            if first is not None and second is None:
+                self._count(_read_piece(first))
+            elif first is not None and second is not None:
+                self._read_many(_chain(first, second, waiting))
+
+    def _read_many(self, waiting: Iterator[Piece]) -> None:
+        running: set[Future[int]] = set()
+        try:
+            while True:
+                running |= {self._pool.submit(_read_piece, piece) for piece in islice(waiting, AHEAD - len(running))}
+                if not running:
+                    return
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                self._count(sum(future.result() for future in done))
+        finally:
+            # Whatever ended this, nobody may write to the destination after it.
+            for future in running:
+                future.cancel()
+            wait(running)
+
+    def _count(self, nbytes: int) -> None:
+        # Something that is read twice (to compare tied weights) must not lead beyond the end.
+        with self._lock:
+            self._bar.update(min(nbytes, max(0, (self._bar.total or 0) - self._bar.n)))
+
+
+def _chain(first: Piece, second: Piece, others: Iterator[Piece]) -> Iterator[Piece]:
+    yield first
+    yield second
+    yield from others
+
+
+def _read_piece(piece: Piece) -> int:
+    """Read one piece, on whatever thread. Returns its bytes."""
+    destination, stored = piece.destination, piece.source
+    direct = destination.dtype == stored.dtype and destination.is_contiguous()
+    buffer = destination if direct else torch.empty(destination.shape, dtype=stored.dtype)
+    view = memoryview(buffer.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type] # an ndarray is a Buffer
+    try:
+        with stored.file.open("rb", buffering=0) as stream:
+            stream.seek(piece.offset)
+            done = 0
+            while done < piece.nbytes:
+                count = stream.readinto(view[done:])
+                if not count:
+                    raise ValueError(f"{stored.file} has become shorter while it was read: it ends inside {stored.key!r}.")
+                done += count
+    except OSError as error:
+        raise OSError(error.errno, f"{stored} can't be read: {error.strerror or error}") from error
+    if not direct:
+        destination.copy_(buffer)
+    return piece.nbytes
+
+
+class Unread:
+    """The weights of a model that have a place in it, but are still in the files of the checkpoint.
+
+    Every deferred Parameter is replaced by an ordinary one whose memory was not touched yet, so that it takes none. The same
+    Parameter in two modules (tied weights) stays the same. Buffers are read at once; they are small.
+    """
+
+    def __init__(self, model: nn.Module, reader: Reader) -> None:
+        self._reader = reader
+        self._recipes: dict[int, tuple[nn.Parameter, Recipe]] = {}
+        places: dict[int, nn.Parameter] = {}
+        kept: list[torch.Tensor] = []  # as long as ids are compared, nothing may get the id of something that is gone
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, Deferred):
+                    if id(parameter) not in places:
+                        places[id(parameter)] = self._place(parameter)
+                        kept.append(parameter)
+                    module._parameters[name] = places[id(parameter)]
+        self._all = list(places.values())
+        reader.still_to_read(sum(stored.nbytes for _, recipe in self._recipes.values() for stored in stored_in(recipe)))
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if isinstance(buffer, Deferred):
+                    module._buffers[name] = reader.materialize(buffer)
+                    _mark(module._buffers[name], buffer)
+
+    def _place(self, deferred: Deferred) -> nn.Parameter:
+        with torch.inference_mode(False):
+            parameter = nn.Parameter(_untouched(deferred), requires_grad=deferred.requires_grad)
+        _mark(parameter, deferred)
+        self._recipes[id(parameter)] = (parameter, deferred.recipe)
+        return parameter
+
+    def __len__(self) -> int:
+        return len(self._recipes)
+
+    def load(self, parameter: nn.Parameter, destination: torch.Tensor) -> None:
+        """Write a Parameter's value into `destination` (on the CPU, the same shape and type): read if it still has to be,
+        else copied. `destination` may be the Parameter's own memory."""
+        found = self._recipes.get(id(parameter))
+        if found is not None:
+            self._reader.read(found[1], destination)
+            del self._recipes[id(parameter)]
+        elif destination.data_ptr() != parameter.data_ptr():
+            with torch.no_grad():
+                destination.copy_(parameter)
+
+    def load_rest(self) -> None:
+        """Read whatever nobody has asked for, where it is."""
+        for parameter, _ in list(self._recipes.values()):
+            self.load(parameter, parameter.data)
+
+    def abandon(self) -> None:
+        """Empty all Parameters that were to be read, those too that have been."""
+        for parameter in self._all:
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        self._recipes.clear()
+
+
+def _untouched(deferred: Deferred) -> torch.Tensor:
+    """Memory for a tensor, of which the system provides nothing before somebody writes there."""
+    nbytes = deferred.numel() * deferred.dtype.itemsize
+    if nbytes < _OWN_PAGES:
+        return torch.empty(tuple(deferred.shape), dtype=deferred.dtype)
+    # Memory from torch's allocator may be filled with NaN at once (torch.use_deterministic_algorithms).
+    return Arena(nbytes, shared=False).block.view(deferred.dtype).view(tuple(deferred.shape))
+
+
+def _mark(tensor: torch.Tensor | None, deferred: Deferred) -> None:
+    """Give a tensor the attributes that transformers has put on the one that it stands for."""
+    own = ("recipe", "materialize", "_is_param")
+    if tensor is not None:
+        tensor.__dict__.update({name: value for name, value in deferred.__dict__.items() if name not in own})
