@@ -63,9 +63,12 @@ def render(text: str, root: Path, folder: Path) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match[2]
-        source = root / "docs" / "benchmarks" / f"{README_FILE if name == 'readme' else name}.json"
+        short = {"readme": README_FILE, "readme-decode": f"decode/{README_FILE}"}
+        source = root / "docs" / "benchmarks" / f"{short.get(name, name)}.json"
         if not source.is_file():
             body = NOTHING
+        elif name == "readme-decode":
+            body = decode_line(bench_decode_report.derive(json.loads(source.read_text(encoding="utf-8"))))
         elif name.startswith("decode/"):
             body = decode_table(json.loads(source.read_text(encoding="utf-8")), source.stem, root, folder)
         elif name == "readme":
@@ -169,6 +172,20 @@ def full_table(results: Json, images: list[str]) -> str:
 
 
 # -- decode -------------------------------------------------------------------------------------------------------------
+
+
+def decode_line(results: Json) -> str:
+    """What half of the experts in a cache make of a token."""
+    arms, model = results["decode"], results["model"]
+    half = next(arm for arm in arms.values() if arm["batch"] == 1 and arm["rows"] == model["experts"] // 2)
+    times = {name: number(1e3 * arms[name]["graph"]["mean"], 1, " ms") for name in ("resident", "no cache")}
+    eager = number(1e3 * arms["resident"]["eager"]["mean"], 0, " ms")
+    return (
+        f"A decoded token as a CUDA graph, {model['layers']} layers of {model['name']}, calibrated routing: all on the GPU "
+        f"{times['resident']}, from host memory without a cache {times['no cache']}, **with half of the experts in a row cache "
+        f"{number(1e3 * half['graph']['mean'], 1, ' ms')}** ({number(100 * half['graph']['hit_rate'], 0)}% of the experts were "
+        f"there). Step by step from Python everything on the GPU takes {eager}."
+    )
 
 
 def decode_table(results: Json, stem: str, root: Path, folder: Path) -> str:
