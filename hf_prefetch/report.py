@@ -83,7 +83,7 @@ class Report:
             cached = f"expert_cache is {shown(self.cache_asked)}: not used yet, or too small for the experts of one token"
         if self.cache_bytes or self.cached_calls:
             cached = f"whose experts stay on the device: {shown(self.cache_bytes)} of caches"
-        rate = "" if self.hit_rate is None else f", {self.hit_rate:.0%} of those needed were there"
+        rate = f", {self.hit_rate:.0%} of those needed were there" if self.cache_hits and self.hit_rate else ""
         if not self.devices:
             ahead = "nothing to prefetch: all experts stay on the device"
         return [
