@@ -563,13 +563,17 @@ def test_an_interrupt_at_any_moment_leaves_nothing_behind(tmp_path: Path) -> Non
     moments = random.Random(0).sample(range(1, whole.seen), 12)
     for at in moments:
         device, interrupted = FakeDevice(), False
-        with Interrupt(at):
+        with Interrupt(at) as interrupt:
             try:
-                load(folder, device=device)
+                model = load(folder, device=device)
             except KeyboardInterrupt:
                 interrupted = True
+            else:
+                disable_expert_prefetch(model)
+                del model
         gc.collect()
-        assert interrupted, at
+        # How many lines it takes depends on threads, so a moment near the end may not come; one that comes is not lost.
+        assert interrupted or interrupt.seen < at, at
         assert (device.registered_bytes, device.allocated_bytes) == (0, 0), at
     assert_same(load(folder), reference(folder))
 
