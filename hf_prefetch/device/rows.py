@@ -7,6 +7,7 @@ the host asks which experts were routed and enqueues a copy for each: slower, wi
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -138,11 +139,11 @@ class RowSender:
                 gather_rows(where, found, stored.block, rows, rows, to_rows=True)
             return found.ids
         found = table.assign(ids)
-        stream, count = self.device.compute_stream(), int(found.count)
-        for expert, row in zip(found.experts[:count].tolist(), found.rows[:count].tolist(), strict=True):
-            for there, here in zip(layout.specs, stored.bank.layout.specs, strict=True):
-                self.device.copy(stream, rows[_place(there, row)], stored.block[_place(here, expert)])
-        counter.add(len({i for i in ids.reshape(-1).tolist() if 0 <= i < stored.bank.num_experts}), count)
+        stream = self.device.compute_stream()
+        for there, here in _moves(stored, layout, found):
+            self.device.copy(stream, rows[there], stored.block[here])
+        needed = len({i for i in ids.reshape(-1).tolist() if 0 <= i < stored.bank.num_experts})
+        counter.add(needed, int(found.count))
         return found.ids
 
     def keep(self, stored: StoredBank, slot: torch.Tensor, layout: BankLayout, rows: torch.Tensor, found: Assignment) -> None:
@@ -154,10 +155,8 @@ class RowSender:
             with self._launching():
                 gather_rows(where, found, slot, rows, rows, to_rows=True)
             return
-        count = int(found.count)
-        for expert, row in zip(found.experts[:count].tolist(), found.rows[:count].tolist(), strict=True):
-            for there, here in zip(layout.specs, stored.bank.layout.specs, strict=True):
-                rows[_place(there, row)].copy_(slot[_place(here, expert)])
+        for there, here in _moves(stored, layout, found):
+            rows[there].copy_(slot[here])
 
     def _launching(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device, which with several of them need not be this one."""
@@ -178,6 +177,14 @@ class RowSender:
             with torch.inference_mode(False):
                 self._tensors[pair] = torch.tensor(table, dtype=torch.int64, device=self.device.device)
         return self._tensors[pair]
+
+
+def _moves(stored: StoredBank, layout: BankLayout, found: Assignment) -> Iterator[tuple[slice, slice]]:
+    """For every tensor of every expert that has to come: its place in the cache, and in the whole bank."""
+    count = int(found.count)
+    for expert, row in zip(found.experts[:count].tolist(), found.rows[:count].tolist(), strict=True):
+        for there, here in zip(layout.specs, stored.bank.layout.specs, strict=True):
+            yield _place(there, row), _place(here, expert)
 
 
 def _place(spec: TensorSpec, row: int) -> slice:
