@@ -8,10 +8,9 @@ import json
 import logging
 import random
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-import hf_prefetch
 import hf_prefetch.memory.loading as reading
 from hf_prefetch import disable_expert_prefetch, from_pretrained
 from hf_prefetch.memory.checkpoint import read_headers
@@ -28,8 +26,8 @@ from hf_prefetch.memory.deferred import Deferred, NotDeferrableError
 from hf_prefetch.memory.loading import Reader
 from hf_prefetch.testing import FakeDevice
 from models import FAMILIES, GATE, bank_bytes, build, prompt
+from test_faults import Interrupt
 
-PACKAGE = str(Path(hf_prefetch.__file__).parent)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -521,46 +519,12 @@ def held_by(trace: Any) -> int:
 # -- interrupts ---------------------------------------------------------------------------------------------------
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line of the package that the main thread runs, as Ctrl-C may.
-
-    Lines that begin a `try` or a `with` are left out: Python looks for signals when a call returns.
-    """
-
-    def __init__(self, at: int = 0) -> None:
-        self.at, self.seen = at, 0
-
-    def __enter__(self) -> Interrupt:
-        gc.disable()
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        sys.settrace(None)
-        gc.enable()
-
-    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        file = frame.f_code.co_filename
-        return self._line if file.startswith(PACKAGE) and "testing" not in file else None
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        import linecache
-
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not line.startswith(("try:", "with ")):
-            self.seen += 1
-            if self.seen == self.at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._line
-
-
 def test_an_interrupt_at_any_moment_leaves_nothing_behind(tmp_path: Path) -> None:
     folder = save("mixtral", tmp_path)
     load(folder, device=FakeDevice())
     with Interrupt() as whole:
         load(folder, device=FakeDevice())
-    moments = random.Random(0).sample(range(1, whole.seen), 12)
+    moments = random.Random(0).sample(range(1, len(whole.lines)), 12)
     for at in moments:
         device, interrupted = FakeDevice(), False
         with Interrupt(at) as interrupt:
@@ -573,7 +537,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing_behind(tmp_path: Path) -> Non
                 del model
         gc.collect()
         # How many lines it takes depends on threads, so a moment near the end may not come; one that comes is not lost.
-        assert interrupted or interrupt.seen < at, at
+        assert interrupted == interrupt.hit, at
         assert (device.registered_bytes, device.allocated_bytes) == (0, 0), at
     assert_same(load(folder), reference(folder))
 
