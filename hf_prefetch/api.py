@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 import weakref
 from typing import TypeVar
@@ -13,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .config import DEFAULT_SLOTS, PrefetchConfig
 from .discovery import Discovery, find_banks, one_of_each
+from .ending import end_with
 from .guards import guard, unguard
 from .homes import Device, Homes, choose_homes
 from .hooks import ExpertPrefetchHook, announce, attach, detach, hook_of
@@ -30,8 +30,6 @@ Model = TypeVar("Model", bound=nn.Module)
 _log = logging.getLogger("hf_prefetch")
 # Where an enabled model keeps the way back.
 _UNDO = "_expert_prefetch_undo"
-# Seconds that an exiting interpreter waits for a thread that is inside an experts module.
-_PATIENCE = 5.0
 
 
 def enable_expert_prefetch(
@@ -195,7 +193,7 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     announce(scheduler, min((*banks, *homes.resident), key=lambda bank: bank.index), handles)
     undo.add(unguard, weakref.WeakSet(model.modules()))
     guard(model, scheduler, {bank: home.device for bank, home in homes.host.items()})
-    scheduler.finalizer = weakref.finalize(model, _end, scheduler, weakref.ref(model), os.getpid())
+    scheduler.finalizer = end_with(model, scheduler)
     undo.add(_detach, scheduler)
     model.__dict__.update({"expert_prefetch": scheduler, _UNDO: undo})
     return scheduler
@@ -220,17 +218,6 @@ def _remove(handles: list[RemovableHandle]) -> None:
 def _forget(model: nn.Module) -> None:
     for name in ("expert_prefetch", _UNDO):
         model.__dict__.pop(name, None)
-
-
-def _end(scheduler: PrefetchScheduler, model: weakref.ref[nn.Module], owner: int) -> None:
-    """The model is gone, or the interpreter exits: give memory back, unless this is a fork of the process that took it."""
-    if os.getpid() != owner:
-        return
-    # If the model is still there, the interpreter exits, and threads may be at work that nobody waits for: they stop
-    # at the lock, which nobody gives back. One that doesn't get there soon keeps its slots: the system takes them.
-    exits = model() is not None
-    if not exits or scheduler.lock.acquire(timeout=_PATIENCE):
-        scheduler.close()
 
 
 def _check_model(model: object) -> None:

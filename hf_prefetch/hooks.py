@@ -163,7 +163,8 @@ def _traceable(hook: ExpertPrefetchHook, module: nn.Module, original: Callable[.
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and _fits_operator(args, kwargs, device):
+        # Only Dynamo: torch.export without it gets past here, and is refused with the weights' check.
+        if torch.compiler.is_dynamo_compiling() and _fits_operator(args, kwargs, device):
             implementation = str(implementation_of(module))
             autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
             return torch.ops.hf_prefetch.experts(*args, number, implementation, autocast)

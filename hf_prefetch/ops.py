@@ -76,4 +76,10 @@ def _(
     implementation: str,
     autocast: torch.dtype | None,
 ) -> torch.Tensor:
+    # Asked for here and not where a hook is traced: there, some versions of torch answer that everything is exported.
+    if torch.compiler.is_exporting():
+        raise RuntimeError(
+            "torch.export can't take prefetched experts along: what it writes could not find them again. Call "
+            "disable_expert_prefetch(model) first."
+        )
     return torch.empty_like(hidden, memory_format=torch.contiguous_format)

@@ -294,6 +294,38 @@ def test_enabling_again_after_a_capture_keeps_what_the_graph_knows() -> None:
     assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
 
 
+@pytest.mark.parametrize("was_captured", [False, True])
+def test_a_model_that_is_found_to_be_gone_while_another_is_captured(was_captured: bool) -> None:
+    """The garbage collector comes at any time. Waiting for the device would end the capture, so nothing is given back yet."""
+    model, device = small("batched_mm"), CapturingDevice()
+    enable_expert_prefetch(model, device=device, expert_cache=budget(model, 3))
+    logits(model, one, device)
+    if was_captured:
+        logits(model, one, device, captured=True)
+    other = small("batched_mm")
+    expected = other(one).logits.detach()
+    with cached(other, 3, device):
+        logits(other, one, device)
+        both = device.allocated_bytes
+        callbacks = len(gc.callbacks)
+        with device.capture(), torch.no_grad():
+            del model
+            gc.collect()
+            gc.collect()
+            assert torch.equal(other(one).logits, expected)
+            assert not device.forbidden
+            assert device.allocated_bytes == both
+        gc.collect()
+        assert device.allocated_bytes == both // 2
+        assert len(gc.callbacks) == callbacks
+        assert torch.equal(logits(other, one, device), expected)
+    with without_warnings():
+        del other
+        gc.collect()
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+    assert device.races() == []
+
+
 @ways
 def test_graphs_of_compiled_code_end_with_it(implementation: str, rows: int) -> None:
     """Compiled code is thrown away when the hooks go, its graphs with it: disabling gives everything back."""

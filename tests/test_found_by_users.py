@@ -162,7 +162,7 @@ def test_a_cache_too_small_for_a_token_is_said_once() -> None:
     """It would only take memory. The message names a size that is enough."""
     model, ids = build("qwen3_moe"), prompt(20)
     model.set_experts_implementation("batched_mm")
-    enable_expert_prefetch(model, expert_cache=1)
+    enable_expert_prefetch(model, device="cpu", expert_cache=1)
     with warnings.catch_warnings(record=True) as told, torch.no_grad():
         warnings.simplefilter("always")
         for _ in range(3):
@@ -173,7 +173,7 @@ def test_a_cache_too_small_for_a_token_is_said_once() -> None:
     assert model.expert_prefetch.report().cache_bytes == 0
     least = re.search(r"Give at least (\S+?[KMG]iB)", str(told[0].message))
     assert least, told[0].message
-    enable_expert_prefetch(model, expert_cache=least[1])
+    enable_expert_prefetch(model, device="cpu", expert_cache=least[1])
     with torch.no_grad():
         model(ids[:, :1])
     assert model.expert_prefetch.report().cached_calls == 7

@@ -276,6 +276,10 @@ class PrefetchScheduler:
         """Whether somebody has captured a CUDA graph that knows addresses of this scheduler's memory."""
         return self._is_leased
 
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream of one of the devices."""
+        return any(lane.device.is_capturing() for lane in self._lane_of.values())
+
     def stop(self) -> None:
         """Wait for the last copy and kernel, and free the slots and caches. Idempotent; `acquire` raises from here on.
 

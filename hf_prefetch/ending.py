@@ -1,0 +1,57 @@
+"""What is left to do when a model that was never disabled is gone, or the interpreter exits.
+
+[Note: garbage collections come at any time]
+A model is part of reference cycles, so it is the garbage collector who finds that it is gone, in the middle of whatever runs
+then. Where that is the capture of a CUDA graph, waiting for the device would make the capture fail. So the end is put off, and
+looked at again when the next collection is over.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from typing import Any
+
+from torch import nn
+
+from .scheduling.scheduler import PrefetchScheduler
+
+__all__ = ["end_with"]
+
+# Seconds that an exiting interpreter waits for a thread that is inside an experts module.
+_PATIENCE = 5.0
+
+
+def end_with(model: nn.Module, scheduler: PrefetchScheduler) -> weakref.finalize[..., Any]:
+    """Have a scheduler give back what it holds once its model is gone, or the interpreter exits."""
+    return weakref.finalize(model, _end, scheduler, weakref.ref(model), os.getpid())
+
+
+def _end(scheduler: PrefetchScheduler, model: weakref.ref[nn.Module], owner: int) -> None:
+    """Give memory back, unless this is a fork of the process that took it."""
+    if os.getpid() != owner:
+        return
+    # If the model is still there, the interpreter exits, and threads may be at work that nobody waits for: they stop
+    # at the lock, which nobody gives back. One that doesn't get there soon keeps its slots: the system takes them.
+    exits = model() is not None
+    if exits:
+        if scheduler.lock.acquire(timeout=_PATIENCE):
+            scheduler.close()
+    elif scheduler.is_capturing():
+        _Later(scheduler)
+    else:
+        scheduler.close()
+
+
+class _Later:
+    """Closes a scheduler when a collection is over and no graph is captured there; see the note above."""
+
+    def __init__(self, scheduler: PrefetchScheduler) -> None:
+        self._scheduler = scheduler
+        gc.callbacks.append(self)
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and not self._scheduler.is_capturing():
+            gc.callbacks.remove(self)
+            self._scheduler.close()
