@@ -34,6 +34,7 @@ _WHY_UNTRACED = (
     "prefetched experts enter compiled code as one operator only in calls without gradients (use torch.no_grad()), with hidden "
     "states, expert ids and weights as positional arguments"
 )
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
 # What accelerate keeps on a module that has a hook.
 _ACCELERATE = ("_hf_hook", "_old_forward", "forward")
 
@@ -204,7 +205,7 @@ def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
+        if not _is_dynamo_at_work():
             return function(*args, **kwargs)
         if not untraced:
             untraced.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
@@ -214,6 +215,15 @@ def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = _WHY_UNTRACED  # type: ignore[attr-defined]
     return call
+
+
+def _is_dynamo_at_work() -> bool:
+    """Whether what is called now would be looked at by Dynamo. Telling it not to takes a tenth of a millisecond."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    callback: Callable[[], object] | None = getattr(sys.modules.get(_EVAL_FRAME), "get_eval_frame_callback", None)
+    # None and False: nothing is traced, or nothing any more.
+    return callback is None or callback() not in (None, False)
 
 
 def announce(scheduler: PrefetchScheduler, first: ExpertBank, handles: list[RemovableHandle]) -> None:

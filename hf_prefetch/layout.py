@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -35,16 +35,19 @@ class TensorSpec:
         return flat.as_strided(self.shape, self.stride)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BankLayout:
-    """All tensors of a bank, and the size of the block that holds them, in bytes."""
+    """All tensors of a bank, and the size of the block that holds them, in bytes.
+
+    Layouts that say the same are the same object: they are looked up at every call.
+    """
 
     specs: tuple[TensorSpec, ...]
     nbytes: int
     stacked: bool = True
 
-    @classmethod
-    def of(cls, tensors: Iterable[tuple[str, torch.Tensor]], *, stacked: bool = True) -> BankLayout:
+    @staticmethod
+    def of(tensors: Iterable[tuple[str, torch.Tensor]], *, stacked: bool = True) -> BankLayout:
         """Lay tensors one after the other, each at a multiple of `ALIGNMENT`.
 
         `stacked`: whether the first dimension of each is the expert.
@@ -54,7 +57,7 @@ class BankLayout:
             nbytes = tensor.numel() * tensor.element_size()
             specs.append(TensorSpec(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, offset, nbytes))
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(specs), offset, stacked)
+        return _the_one(tuple(specs), offset, stacked)
 
     def with_rows(self, rows: int) -> BankLayout:
         """The same tensors with `rows` rows each. A row must be one run of bytes in every tensor, see `has_rows`."""
@@ -63,7 +66,7 @@ class BankLayout:
             nbytes = spec.nbytes // spec.shape[0] * rows
             specs.append(replace(spec, shape=(rows, *spec.shape[1:]), offset=offset, nbytes=nbytes))
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return BankLayout(tuple(specs), offset)
+        return _the_one(tuple(specs), offset, True)
 
     @cached_property
     def has_rows(self) -> bool:
@@ -81,6 +84,11 @@ class BankLayout:
     def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
         """Every tensor inside `block`, by name."""
         return {spec.name: spec.view(block) for spec in self.specs}
+
+
+@cache
+def _the_one(specs: tuple[TensorSpec, ...], nbytes: int, stacked: bool) -> BankLayout:
+    return BankLayout(specs, nbytes, stacked)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -160,9 +160,11 @@ class Counters:
             self.lookahead_hits += in_slot
             self._unused += not in_slot
 
-    def rows_of(self, bank: int, row_nbytes: int) -> RowCounter:
-        """The counter of a bank's single rows, each of `row_nbytes` bytes."""
-        return self._rows.setdefault(bank, (row_nbytes, RowCounter()))[1]
+    def rows_of(self, bank: int, row_nbytes: int, device: StreamDevice) -> RowCounter:
+        """The counter of a bank's single rows, each of `row_nbytes` bytes, which go to this device."""
+        if bank not in self._rows:
+            self._rows[bank] = row_nbytes, RowCounter(device)
+        return self._rows[bank][1]
 
     def count_call(self, path: str, device: StreamDevice, begin: Any, end: Any) -> None:
         """A call of an experts module took a path; between the two marks, if any, its stream could only wait for experts."""

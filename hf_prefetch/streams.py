@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -82,7 +83,9 @@ class StreamDevice(ABC):
         """Seconds on the device between two marks, or None while `end` has not been reached."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A buffer of `nbytes` uint8 on the device, owned by the current compute stream.
+        """A buffer of `nbytes` uint8 on the device, owned by the current compute stream, for as long as somebody holds it.
+
+        Whatever outlives a call must come from here: see [Note: pools of memory].
 
         Raises:
             torch.OutOfMemoryError: there is no room.
@@ -149,6 +152,16 @@ class AcceleratorDevice(StreamDevice):
 
     def wait(self, stream: torch.Stream, event: torch.Event) -> None:
         stream.wait_event(event)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        stream, here = self.compute_stream(), super().allocate
+
+        def there() -> torch.Tensor:
+            with stream:
+                return here(nbytes)
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(there).result()
 
     def copy(self, stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
         with stream:

@@ -7,6 +7,7 @@ the routing on the host, so no graph can be captured over it. In bfloat16, for w
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from caching import REMAPPING, assert_rows_are_right, budget, cached, inputs_of,
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from hf_prefetch.memory.ledger import Purpose
 from hf_prefetch.routing import inject_routing
+from hf_prefetch.scheduling.scheduler import PrefetchScheduler
 from models import EXPERTS, TOP_K, build, experts_of, prompt
 
 pytestmark = pytest.mark.gpu
@@ -89,11 +91,11 @@ class Blocks:
         return replay
 
     @contextmanager
-    def enabled(self, rows: int, slots: int = 3) -> Iterator[None]:
+    def enabled(self, rows: int, slots: int = 3) -> Iterator[PrefetchScheduler]:
         cache = budget(self.model, rows)
         enable_expert_prefetch(self.model, slots, device=self.device, expert_cache=cache, progress=False)
         try:
-            yield
+            yield self.model.expert_prefetch
         finally:
             with warnings.catch_warnings():
                 # A graph was captured: what it knows stays until the model is gone.
@@ -235,6 +237,50 @@ def test_replays_after_disabling(device: torch.device, implementation: str, rows
     del blocks
     gc.collect()
     assert ledger.held(Purpose.SLOTS) + ledger.held(Purpose.CACHES) == 0
+
+
+@pytest.mark.parametrize("implementation", REMAPPING)
+def test_a_capture_of_tokens_that_only_a_prompt_has_warmed(device: torch.device, implementation: str) -> None:
+    """The prompt took whole banks. What single experts need besides the slots is there from the start."""
+    blocks = Blocks(device, implementation)
+    hidden, many = blocks.hidden(1, 0), blocks.hidden(40, 1)
+    expected = blocks.run(hidden)
+    with blocks.enabled(0) as scheduler:
+        scheduler.config = dataclasses.replace(scheduler.config, lookahead_gate=1)
+        blocks.run(many)
+        assert scheduler.report().lookahead_calls == LAYERS
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            outputs = blocks.run(hidden)
+        before = scheduler.report().routed_rows
+        for _ in range(2):
+            graph.replay()
+            assert_equal(outputs, expected, "replay")
+        assert scheduler.report().routed_rows == before + 2 * LAYERS * TOP_K
+
+
+@both_ways
+def test_graphs_of_compiled_code_from_the_first_call(device: torch.device, implementation: str, rows: int) -> None:
+    """What is run once before its capture uses the graph's pool, where nothing may stay: ours comes from elsewhere."""
+    blocks = Blocks(device, implementation)
+    given = [blocks.hidden(1, seed) for seed in range(6)]
+    expected = [blocks.run(hidden)[-1] for hidden in given]
+    for module in experts_of(blocks.model).values():
+        module._forward_hooks.clear()
+
+    def step(hidden: torch.Tensor) -> torch.Tensor:
+        for layer in blocks.model.model.layers[:-1]:
+            hidden = hidden + layer.mlp(hidden)
+        return blocks.model.model.layers[-1].mlp(hidden)
+
+    torch.compiler.reset()
+    with blocks.enabled(rows) as scheduler, torch.no_grad():
+        run = torch.compile(step, backend="cudagraphs", fullgraph=True)
+        for hidden, outcome in zip(given, expected, strict=True):
+            assert torch.equal(run(hidden).clone().view(-1), outcome.view(-1))
+        assert scheduler.report().routed_rows > 0
+    torch.compiler.reset()
 
 
 def test_a_capture_without_a_warm_up(device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_prefetch.device.table import RowTable
+from hf_prefetch.device.table import Assignment, RowTable
 from hf_prefetch.layout import BankLayout
 from hf_prefetch.scheduling.replacement import EMPTY, CacheState, Placement, Replacement
 from hf_prefetch.streams import stream_device
@@ -66,7 +66,7 @@ class Both:
         assert found.ids.dtype == torch.int64
         assert found.ids.shape == given_ids.shape
         assert found.ids.flatten().tolist() == rows
-        self.check(found.count, found.experts, found.rows, placement)
+        self.check(found, placement)
         if by_kernel:
             assert self.totals.tolist() == [self.needed, self.missed]
         return placement
@@ -80,13 +80,13 @@ class Both:
         counts = [flat.count(expert) for expert in range(self.experts)]
         placement = self.policy.prompt(self.state, counts, len(ids))
         self.state = placement.state
-        self.check(found.count, found.experts, found.rows, placement)
+        self.check(found, placement)
         return placement
 
-    def check(self, count: torch.Tensor, experts: torch.Tensor, rows: torch.Tensor, placement: Placement) -> None:
+    def check(self, found: Assignment, placement: Placement) -> None:
         """The fetch list, the rows and every score are the reference's, bit for bit."""
-        assert count.shape == (1,)
-        assert list(zip(experts.tolist(), rows.tolist(), strict=True))[: int(count)] == list(placement.fetches)
+        assert found.lists.shape == (2 * found.most + 1,)
+        assert found.moves() == list(placement.fetches)
         assert self.table.expert_of.tolist() == list(placement.state.experts)
         expected = torch.tensor(placement.state.scores, dtype=torch.float64)
         # float64 holds every float32: a score that was rounded otherwise would differ here.
@@ -248,9 +248,7 @@ def check_list(device: torch.device) -> None:
                 # What lives elsewhere counts as the last one: batched_mm multiplies that by 0, so it has to be there.
                 wanted = sorted({min(expert, experts - 1) for expert in asked[0] if expert >= 0})
                 where = [both.state.row_of(expert) if table is not None else EMPTY for expert in wanted]
-                count = int(found.count)
-                assert found.experts.tolist()[:count] == wanted
-                assert found.rows.tolist()[:count] == where
+                assert found.moves() == list(zip(wanted, where, strict=True))
                 assert found.ids is given_ids
                 assert given_ids.tolist() == asked
                 sums = [sums[0] + len(wanted), sums[1] + where.count(EMPTY)]

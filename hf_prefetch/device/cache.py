@@ -113,6 +113,7 @@ class RowCaches:
         table = RowTable(self.device, bank.num_experts, layout.specs[0].shape[0], self._decay)
         with torch.inference_mode(False):
             tensors = {name: nn.Parameter(view, requires_grad=False) for name, view in layout.views(buffer).items()}
+        self._sender.prepare(stored, layout)
         free = self.device.new_event()
         self.device.record(free, self.device.compute_stream())
         return RowCache(layout, buffer, tensors, table, free, stored.version)

@@ -55,7 +55,7 @@ def _scores(scores, needed, experts, total, decay):  # type: ignore[no-untyped-d
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _assign(  # type: ignore[no-untyped-def]
-    ids, new_ids, fetched, to_rows, counts, totals, expert_of, scores, number, total, rows, decay,
+    ids, new_ids, lists, most, totals, expert_of, scores, number, total, rows, decay,
     PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One call of `RowTable.assign`."""
@@ -97,9 +97,9 @@ def _assign(  # type: ignore[no-untyped-def]
     tl.debug_barrier()
     tl.store(scores + experts, score, mask=experts < total)
     tl.store(expert_of + row, experts, mask=missed == 1)
-    tl.store(fetched + rank, experts.to(tl.int64), mask=missed == 1)
-    tl.store(to_rows + rank, row.to(tl.int64), mask=missed == 1)
-    tl.store(counts, count.to(tl.int64))
+    tl.store(lists + 1 + rank, experts.to(tl.int64), mask=missed == 1)
+    tl.store(lists + 1 + most + rank, row.to(tl.int64), mask=missed == 1)
+    tl.store(lists, count.to(tl.int64))
     # Of all calls: the experts that were needed, and those that had to be fetched.
     tl.atomic_add(totals, tl.sum(needed, axis=0).to(tl.int64))
     tl.atomic_add(totals + 1, count.to(tl.int64))
@@ -107,7 +107,7 @@ def _assign(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _list(  # type: ignore[no-untyped-def]
-    ids, fetched, from_rows, counts, totals, expert_of, number, total, rows, PADDED: tl.constexpr, CHUNK: tl.constexpr
+    ids, lists, most, totals, expert_of, number, total, rows, PADDED: tl.constexpr, CHUNK: tl.constexpr
 ):
     """The distinct experts among the ids in ascending order, and the row of a cache where each of them is, or -1.
 
@@ -124,22 +124,25 @@ def _list(  # type: ignore[no-untyped-def]
     row = _row_of(expert_of, rows, experts, CHUNK)
     rank = tl.cumsum(needed, axis=0) - 1
     count = tl.sum(needed, axis=0)
-    tl.store(fetched + rank, experts.to(tl.int64), mask=needed == 1)
-    tl.store(from_rows + rank, row.to(tl.int64), mask=needed == 1)
-    tl.store(counts, count.to(tl.int64))
+    tl.store(lists + 1 + rank, experts.to(tl.int64), mask=needed == 1)
+    tl.store(lists + 1 + most + rank, row.to(tl.int64), mask=needed == 1)
+    tl.store(lists, count.to(tl.int64))
     tl.atomic_add(totals, count.to(tl.int64))
     tl.atomic_add(totals + 1, tl.sum(needed * (row < 0).to(tl.int32), axis=0).to(tl.int64))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather(  # type: ignore[no-untyped-def]
-    experts, rows, count, host, cached, destination, tensors, TO_ROWS: tl.constexpr, WORDS: tl.constexpr
+    lists, most, host_bytes, cached_bytes, destination_bytes, tensors, TO_ROWS: tl.constexpr, WORDS: tl.constexpr
 ):
     """Copy a part of one tensor of one expert: program 0 is the expert's place in the list, 1 the part, 2 the tensor."""
+    host = host_bytes.to(tl.pointer_type(tl.int64))
+    cached = cached_bytes.to(tl.pointer_type(tl.int64))
+    destination = destination_bytes.to(tl.pointer_type(tl.int64))
     position = tl.program_id(0)
-    if position < tl.load(count):
-        expert = tl.load(experts + position)
-        row = tl.load(rows + position)
+    if position < tl.load(lists):
+        expert = tl.load(lists + 1 + position)
+        row = tl.load(lists + 1 + most + position)
         tensor = tensors + tl.program_id(2) * 3
         words = tl.load(tensor)
         whole, some = tl.load(tensor + 1), tl.load(tensor + 2)
@@ -166,14 +169,13 @@ def assign_rows(table: RowTable, ids: torch.Tensor, totals: torch.Tensor) -> Ass
     """
     flat = ids.reshape(-1)
     new_ids = torch.empty_like(flat)
-    size = min(flat.numel(), table.rows, table.experts)
-    lists = torch.empty(2 * size + 1, dtype=torch.int64, device=ids.device)
-    fetched, to_rows, count = lists[:size], lists[size : 2 * size], lists[2 * size :]
+    most = min(flat.numel(), table.rows, table.experts)
+    lists = torch.empty(2 * most + 1, dtype=torch.int64, device=ids.device)
     _assign[(1,)](
-        flat, new_ids, fetched, to_rows, count, totals, table.expert_of, table.scores, flat.numel(), table.experts,
-        table.rows, table.decay, PADDED=_padded(table.experts), CHUNK=_CHUNK, num_warps=8,
+        flat, new_ids, lists, most, totals, table.expert_of, table.scores, flat.numel(), table.experts, table.rows, table.decay,
+        PADDED=_padded(table.experts), CHUNK=_CHUNK, num_warps=8,
     )  # fmt: skip
-    return Assignment(new_ids.view(ids.shape), fetched, to_rows, count)
+    return Assignment(new_ids.view(ids.shape), most, lists)
 
 
 def list_experts(ids: torch.Tensor, experts: int, table: RowTable | None, totals: torch.Tensor) -> Assignment:
@@ -186,14 +188,13 @@ def list_experts(ids: torch.Tensor, experts: int, table: RowTable | None, totals
         totals: as above.
     """
     flat = ids.reshape(-1)
-    size = min(flat.numel(), experts)
-    lists = torch.empty(2 * size + 1, dtype=torch.int64, device=ids.device)
-    fetched, rows, count = lists[:size], lists[size : 2 * size], lists[2 * size :]
+    most = min(flat.numel(), experts)
+    lists = torch.empty(2 * most + 1, dtype=torch.int64, device=ids.device)
     _list[(1,)](
-        flat, fetched, rows, count, totals, lists if table is None else table.expert_of, flat.numel(), experts,
+        flat, lists, most, totals, lists if table is None else table.expert_of, flat.numel(), experts,
         0 if table is None else table.rows, PADDED=_padded(experts), CHUNK=_CHUNK, num_warps=8,
     )  # fmt: skip
-    return Assignment(ids, fetched, rows, count)
+    return Assignment(ids, most, lists)
 
 
 def gather_rows(
@@ -216,10 +217,9 @@ def gather_rows(
             gets each at its own place, out of the cache where it has a row there.
         to_rows: see above.
     """
-    _gather[(found.experts.numel(), _PROGRAMS, tensors.shape[0])](
-        found.experts, found.rows, found.count, host.view(torch.int64), cached.view(torch.int64), destination.view(torch.int64),
-        tensors, TO_ROWS=to_rows, WORDS=_WORDS,
-    )  # fmt: skip
+    _gather[(found.most, _PROGRAMS, tensors.shape[0])](
+        found.lists, found.most, host, cached, destination, tensors, TO_ROWS=to_rows, WORDS=_WORDS
+    )
 
 
 def _padded(experts: int) -> int:

@@ -25,7 +25,8 @@ __all__ = ["RowCounter", "RowSender"]
 class RowCounter:
     """How many experts calls have needed, and how many of these were sent; counted on the device where only it knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: StreamDevice) -> None:
+        self._device = device
         self._needed = self._sent = 0
         self._on_device: torch.Tensor | None = None
 
@@ -34,11 +35,11 @@ class RowCounter:
         self._needed += needed
         self._sent += sent
 
-    def tensor(self, device: torch.device) -> torch.Tensor:
+    def tensor(self) -> torch.Tensor:
         """int64 (2,): needed and sent, to which kernels add. It stays the same tensor: a CUDA graph may know its address."""
         if self._on_device is None:
             with torch.inference_mode(False):
-                self._on_device = torch.zeros(2, dtype=torch.int64, device=device)
+                self._on_device = self._device.allocate(16).view(torch.int64).zero_()
         return self._on_device
 
     def reset(self) -> None:
@@ -68,6 +69,11 @@ class RowSender:
         """Whether the host has to see the ids, so that no CUDA graph can be captured."""
         return self.device.device.type == "cuda" and not self.has_kernels(stored)
 
+    def prepare(self, stored: StoredBank, layout: BankLayout | None = None) -> None:
+        """Have on the device what kernels need to bring a bank's rows to a place of this layout (its own, if none is given)."""
+        if self.has_kernels(stored):
+            self._table(stored, layout or stored.bank.layout)
+
     def send_to_slot(
         self,
         stored: StoredBank,
@@ -90,7 +96,7 @@ class RowSender:
         if self.has_kernels(stored):
             from .kernels import gather_rows, list_experts
 
-            where, totals = self._table(stored, layout), counter.tensor(ids.device)
+            where, totals = self._table(stored, layout), counter.tensor()
             with self._launching():
                 found = list_experts(ids, stored.bank.num_experts, table, totals)
                 gather_rows(where, found, stored.block, rows, slot, to_rows=False)
@@ -133,7 +139,7 @@ class RowSender:
         if self.has_kernels(stored):
             from .kernels import assign_rows, gather_rows
 
-            where, totals = self._table(stored, layout), counter.tensor(ids.device)
+            where, totals = self._table(stored, layout), counter.tensor()
             with self._launching():
                 found = assign_rows(table, ids, totals)
                 gather_rows(where, found, stored.block, rows, rows, to_rows=True)
@@ -143,7 +149,7 @@ class RowSender:
         for there, here in _moves(stored, layout, found):
             self.device.copy(stream, rows[there], stored.block[here])
         needed = len({i for i in ids.reshape(-1).tolist() if 0 <= i < stored.bank.num_experts})
-        counter.add(needed, int(found.count))
+        counter.add(needed, int(found.lists[0]))
         return found.ids
 
     def keep(self, stored: StoredBank, slot: torch.Tensor, layout: BankLayout, rows: torch.Tensor, found: Assignment) -> None:
@@ -166,7 +172,7 @@ class RowSender:
     def _table(self, stored: StoredBank, layout: BankLayout) -> torch.Tensor:
         """int64 (tensors, 3), in words: the size of a row of each tensor, and where that begins in the bank and in `layout`.
 
-        Made once for each pair of layouts: sending it holds the host.
+        Made once for each pair of layouts, in `prepare`: sending it holds the host, which no graph may be captured over.
         """
         pair = (stored.bank.layout, layout)
         if pair not in self._tensors:
@@ -175,14 +181,14 @@ class RowSender:
                 for spec, small in zip(pair[0].specs, layout.specs, strict=True)
             ]
             with torch.inference_mode(False):
-                self._tensors[pair] = torch.tensor(table, dtype=torch.int64, device=self.device.device)
+                there = self.device.allocate(24 * len(table)).view(torch.int64).view(-1, 3)
+                self._tensors[pair] = there.copy_(torch.tensor(table))
         return self._tensors[pair]
 
 
 def _moves(stored: StoredBank, layout: BankLayout, found: Assignment) -> Iterator[tuple[slice, slice]]:
     """For every tensor of every expert that has to come: its place in the cache, and in the whole bank."""
-    count = int(found.count)
-    for expert, row in zip(found.experts[:count].tolist(), found.rows[:count].tolist(), strict=True):
+    for expert, row in found.moves():
         for there, here in zip(layout.specs, stored.bank.layout.specs, strict=True):
             yield _place(there, row), _place(here, expert)
 

@@ -148,7 +148,7 @@ class SlotRing:
             if slot.has_rows_only:
                 # A call that is under way has some of the rows; this one, inside it, wants them all.
                 everything = torch.arange(stored.bank.num_experts, device=self.device.device)
-                self._sender.send_to_slot(stored, slot.buffer, everything, RowCounter())
+                self._sender.send_to_slot(stored, slot.buffer, everything, RowCounter(self.device))
             return True
         slot = self._next_slot(keep)
         if slot is None:

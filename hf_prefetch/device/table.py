@@ -25,15 +25,18 @@ class Assignment:
 
     Attributes:
         ids: int64, in the shape of the call's ids: the row of each expert; the number of rows for ids that name none.
-        experts: int64 (n,): experts that have to be fetched, the first `count` of them.
-        rows: int64 (n,): and the row that each of them goes to.
-        count: int64 (1,): how many.
+        most: how many experts may have to be fetched.
+        lists: int64 (2 x most + 1,): how many have to be, these experts, and, from `most + 1` on, the row that each goes to.
     """
 
     ids: torch.Tensor
-    experts: torch.Tensor
-    rows: torch.Tensor
-    count: torch.Tensor
+    most: int
+    lists: torch.Tensor
+
+    def moves(self) -> list[tuple[int, int]]:
+        """What has to be fetched: each expert and its row. Waits for the device."""
+        count, *lists = self.lists.tolist()
+        return list(zip(lists[:count], lists[self.most : self.most + count], strict=True))
 
 
 class RowTable:
@@ -81,9 +84,10 @@ class RowTable:
         flat = self._named(ids)
         needed = torch.zeros(self.experts + 1, dtype=torch.bool, device=flat.device).index_fill_(0, flat, True)[:-1]
         self._score(self.scores.add(needed).mul_(self.decay))
-        row_of, fetched, rows, count = self._place(needed, min(flat.numel(), self.rows, self.experts))
+        most = min(flat.numel(), self.rows, self.experts)
+        row_of, lists = self._place(needed, most)
         row_of[-1:].fill_(self.rows)
-        return Assignment(row_of[flat].view(ids.shape), fetched, rows, count)
+        return Assignment(row_of[flat].view(ids.shape), most, lists)
 
     def assign_prompt(self, ids: torch.Tensor, kept: float, added: float) -> Assignment:
         """Choose the experts worth keeping after a prompt whose last ids these are: `Replacement.prompt`."""
@@ -93,8 +97,7 @@ class RowTable:
         self._score(self.scores.mul(kept).add_(counts[:-1].mul_(added)))
         best = torch.sort(self.scores, descending=True, stable=True).indices[: self.rows]
         needed = torch.zeros(self.experts, dtype=torch.bool, device=flat.device).index_fill_(0, best, True)
-        _, fetched, rows, count = self._place(needed, self.rows)
-        return Assignment(ids, fetched, rows, count)
+        return Assignment(ids, self.rows, self._place(needed, self.rows)[1])
 
     def _named(self, ids: torch.Tensor) -> torch.Tensor:
         """The ids in a row, one past the last expert for those that name none."""
@@ -107,8 +110,8 @@ class RowTable:
     def _score(self, scores: torch.Tensor) -> None:
         self.scores.copy_(scores.masked_fill_(scores < SMALLEST, 0.0))
 
-    def _place(self, needed: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Give the needed experts that have no row one, at most `most`. Returns each expert's row, and what has to come."""
+    def _place(self, needed: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the needed experts that have no row one, at most `most`. Returns each expert's row, and lists of what comes."""
         row_of, owners = self.row_of(), self._owners()
         missed = needed & (row_of[:-1] < 0)
         # Rows in the order in which they are taken: empty ones, then those of experts that are not needed, by score.
@@ -123,4 +126,4 @@ class RowTable:
         owned = torch.cat([self.expert_of, self.expert_of[:1]])
         owned.scatter_(0, torch.where(comes, rows, self.rows), fetched.int())
         self.expert_of.copy_(owned[:-1])
-        return row_of, fetched, rows, count
+        return row_of, torch.cat([count, fetched, rows])

@@ -95,6 +95,12 @@ class Lane:
         store.ledger.add(Purpose.CACHES, self.caches.held)
         self._store = store
         self._counters = counters
+        self._counted = RowCounter(device)
+        for bank in banks:
+            # Here and not at their first use, which may be in a graph that is captured.
+            if bank.layout.has_rows and sender.has_kernels(store[bank]):
+                sender.prepare(store[bank])
+                self._counter(bank).tensor()
 
     # -- whole banks, in slots ------------------------------------------------------------------------------------
 
@@ -192,7 +198,7 @@ class Lane:
     def count_experts(self, bank: ExpertBank, ids: torch.Tensor) -> None:
         """A call gets whole banks: see how many of their experts it uses, in case single ones would have been less."""
         if self._is_measured(bank) and self.observer.wants(ids.numel()):
-            totals = RowCounter().tensor(ids.device)
+            totals = self._counted.tensor()
 
             def count() -> None:
                 self._sender.count(bank.num_experts, ids, totals)
@@ -213,7 +219,7 @@ class Lane:
         def count() -> None:
             filled[0] = fill()
 
-        totals = self._counter(bank).tensor(ids.device)
+        totals = self._counter(bank).tensor()
         self.observer.note_experts(totals, count, ids.numel(), bank.num_experts, bank.layout.row_nbytes)
         return filled[0]
 
@@ -329,7 +335,7 @@ class Lane:
         self.caches.close()
 
     def _counter(self, bank: ExpertBank) -> RowCounter:
-        return self._counters.rows_of(bank.index, bank.layout.row_nbytes)
+        return self._counters.rows_of(bank.index, bank.layout.row_nbytes, self.device)
 
 
 def _raise_not_warm(bank: ExpertBank) -> NoReturn:
