@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import sys
@@ -34,7 +35,7 @@ import bench_decode_report
 from bench_decode_steps import Recorder, Steps
 from bench_host import PinnedBlock
 from bench_models import Subject, build, describe_machine
-from bench_passes import synchronize, timed
+from bench_passes import Passes, synchronize, timed
 from bench_shapes import SHAPES
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from hf_prefetch.routing import RoutingInjection, inject_routing
@@ -66,6 +67,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=96, help="decoded tokens of a graph; a third of them step by step")
     add("--lengths", type=_numbers, default="1,16,64,200,512,1024,2048,4096,16384", help="prompts of the last part")
     add("--repeats", type=int, default=5, help="passes of such a prompt")
+    add("--generate", type=int, default=0, help="tokens that the resident model generates, eagerly and compiled; 0 is none")
     add("--device", help="cuda, cpu; the GPU if there is one")
     add("--time-limit", type=float, default=0, help="seconds after which nothing new is started; 0 is none")
     add("--out", type=Path)
@@ -113,6 +115,7 @@ class DecodeBench:
                 "profile": profile if isinstance(profile, str) else "default",
             },
             "link": {},
+            "generate": {},
             "decode": {},
             "prefill": {},
         }
@@ -122,6 +125,8 @@ class DecodeBench:
     def run(self) -> None:
         """Everything, in order. What fails is noted and the rest goes on."""
         self.link()
+        if self.options.generate:
+            self.attempt("generate", self.generations)
         with self.injected() as injection:
             self.all_arms("resident", injection, None)
             self.subject.place_experts(torch.device("cpu"))
@@ -200,24 +205,48 @@ class DecodeBench:
             self.say(
                 f"{name}: graph {sorted(result['graph']['seconds'])[count // 2]:.4f} s, hits {result['graph']['hit_rate']}"
             )
-        recorder = Recorder(steps, count)
-        with recorder.recording():
-            if self.device.type == "cuda":
-                graph = steps.capture()
-                steps.begin()
-                recorder.rewind()
-                for _ in range(count):
-                    graph.replay()
-                synchronize(self.device)
-                del graph
-            else:
-                steps.begin()
-                for _ in range(count):
-                    steps.step()
+        # Fused attention picks its kernels by what else lies in memory: it would give the same experts other inputs.
+        own = self.subject.model.config._attn_implementation
+        self.subject.model.set_attn_implementation("eager")
+        try:
+            recorder = self.record(steps, count)
+        finally:
+            self.subject.model.set_attn_implementation(own)
         if rows is None:
             self.references[batch] = recorder
         result["equal"] = recorder.differences(self.references[batch])
         self.say(f"{name}: {result['equal']}")
+
+    def record(self, steps: Steps, count: int) -> Recorder:
+        """All steps once more, on a GPU as a graph."""
+        recorder = Recorder(steps, count)
+        with recorder.recording():
+            if self.device.type != "cuda":
+                steps.begin()
+                for _ in range(count):
+                    steps.step()
+                return recorder
+            graph = steps.capture()
+            steps.begin()
+            recorder.rewind()
+            for _ in range(count):
+                graph.replay()
+            synchronize(self.device)
+        return recorder
+
+    def generations(self) -> None:
+        """`generate` of the resident model, routed by its own routers: eagerly, and over a static cache, which compiles a step."""
+        passes, count = Passes(self.subject), self.options.generate
+        prompt = passes.prompt(self.options.prompt)
+        for name, more in (("eager", {}), ("compiled", {"cache_implementation": "static"})):
+            _, stamps = passes.generate(prompt, 2 * count + 1, **more)
+            # The first half warms up, compiles and captures.
+            seconds = [end - begin for begin, end in itertools.pairwise(stamps)][-count:]
+            self.results["generate"][name] = {"seconds": seconds}
+            self.say(f"generate, {name}: {sorted(seconds)[count // 2]:.4f} s")
+        self.subject.model.__dict__.pop("_compiled_call", None)
+        torch.compiler.reset()
+        self.subject.tidy()
 
     def use(self, injection: RoutingInjection, batch: int) -> None:
         """Have the injection hand out the ids for so many sequences."""

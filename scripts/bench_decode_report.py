@@ -37,6 +37,8 @@ def derive(results: Json) -> Json:
                 graph = resident.get("graph", {}).get("mean", base)
                 point["limit"] = max(base, graph + moving) if kind == "eager" else base + moving
                 point["ratio"] = point["mean"] / point["limit"]
+    for point in results.get("generate", {}).values():
+        point["mean"] = statistics.mean(point["seconds"])
     for ways in results["prefill"].values():
         for point in ways.values():
             point["median"] = statistics.median(point["seconds"])
@@ -50,6 +52,11 @@ def arm_rows(results: Json) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table of arms."""
     head = ["arm", "eager, ms", "/ limit", "graph, ms", "/ limit", "tokens/s", "hit rate", "MB a token", "equal", "waits"]
     rows = []
+    generate = {name: point["mean"] for name, point in results.get("generate", {}).items()}
+    if generate:
+        best = min(generate.values())
+        times = [_cell(1e3 * generate[name] if name in generate else None, 2) for name in ("eager", "compiled")]
+        rows.append(["resident, `generate`", times[0], "-", times[1], "-", _cell(1 / best, 1), *["-"] * 4])
     for name, arm in results["decode"].items():
         if "eager" not in arm:
             rows.append([name, str(arm.get("error", "not measured")), *["-"] * (len(head) - 2)])

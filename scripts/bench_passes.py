@@ -61,10 +61,10 @@ class Passes:
         return logits[:, -1].clone()
 
     @torch.no_grad()
-    def generate(self, ids: torch.Tensor, tokens: int) -> tuple[list[int], list[float]]:
-        """Greedy tokens, and when each of them was there."""
+    def generate(self, ids: torch.Tensor, tokens: int, **more: Any) -> tuple[list[int], list[float]]:
+        """Greedy tokens, and when each of them was there. `more` are other options of the model's `generate`."""
         clock = Clock(self._subject.device)
-        output = self._generate(ids, tokens, stopping_criteria=StoppingCriteriaList([clock]))
+        output = self._generate(ids, tokens, stopping_criteria=StoppingCriteriaList([clock]), **more)
         return output[0, ids.shape[1] :].tolist(), clock.stamps
 
     @torch.no_grad()
