@@ -235,7 +235,7 @@ class DecodeBench:
         return recorder
 
     def generations(self) -> None:
-        """`generate` of the resident model, routed by its own routers: eagerly, and over a static cache, which compiles a step."""
+        """`generate` of the resident model, routed by its own routers: eagerly, and with a static cache, for which it compiles."""
         passes, count = Passes(self.subject), self.options.generate
         prompt = passes.prompt(self.options.prompt)
         for name, more in (("eager", {}), ("compiled", {"cache_implementation": "static"})):
