@@ -16,11 +16,11 @@ Without a GPU, ``--device cpu --model tiny`` goes the same way, without graphs.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import itertools
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +30,10 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bench_decode_report
+from bench_decode_prompts import Ways
 from bench_decode_steps import Recorder, Steps
 from bench_host import PinnedBlock
 from bench_models import Subject, build, describe_machine
@@ -42,9 +44,6 @@ from hf_prefetch.routing import RoutingInjection, inject_routing
 from routing_synthetic import PROFILES, RoutingProfile, synthetic_ids
 
 Json = dict[str, Any]
-
-# Never chosen, and always: what a gate of routed ids per expert must be for that.
-WAYS = {"lookahead-only": 0, "routed-only": 1 << 40}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -65,8 +64,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--prompt", type=int, default=256, help="tokens before the steps")
     add("--steps", type=int, default=96, help="decoded tokens of a graph; a third of them step by step")
+    add("--side-steps", type=int, default=24, help="the same where there are several sequences")
     add("--lengths", type=_numbers, default="1,16,64,200,512,1024,2048,4096,16384", help="prompts of the last part")
-    add("--repeats", type=int, default=5, help="passes of such a prompt")
+    add("--repeats", type=int, default=5, help="passes of such a prompt, each way")
+    add("--warmups", type=int, default=2, help="passes before those")
     add("--generate", type=int, default=0, help="tokens that the resident model generates, eagerly and compiled; 0 is none")
     add("--device", help="cuda, cpu; the GPU if there is one")
     add("--time-limit", type=float, default=0, help="seconds after which nothing new is started; 0 is none")
@@ -130,7 +131,9 @@ class DecodeBench:
         with self.injected() as injection:
             self.all_arms("resident", injection, None)
             self.subject.place_experts(torch.device("cpu"))
-            enable_expert_prefetch(self.subject.model, slots=3, device=self.device, expert_cache=1, progress=False)
+            enable_expert_prefetch(
+                self.subject.model, slots=bench_decode_report.SLOTS, device=self.device, expert_cache=1, progress=False
+            )
             try:
                 self.attempt("gather", self.gather)
                 self.prompts(injection)
@@ -184,11 +187,11 @@ class DecodeBench:
         """Steps one by one and as a graph, timed and then compared."""
         self.results["decode"][name] = result = {"batch": batch, "rows": rows}
         self.use(injection, batch)
-        self.set_rows(rows)
         if batch not in self.steps:
             self.steps[batch] = Steps(self.subject, injection, batch, self.options.prompt, self.options.steps + 8)
         steps = self.steps[batch]
-        count = self.options.steps
+        result["held_bytes"] = self.set_rows(rows)
+        count = self.options.steps if batch == 1 else min(self.options.steps, self.options.side_steps)
         steps.begin()
         steps.step()
         before = self.report()
@@ -205,22 +208,19 @@ class DecodeBench:
             self.say(
                 f"{name}: graph {sorted(result['graph']['seconds'])[count // 2]:.4f} s, hits {result['graph']['hit_rate']}"
             )
-        # Fused attention picks its kernels by what else lies in memory: it would give the same experts other inputs.
-        own = self.subject.model.config._attn_implementation
-        self.subject.model.set_attn_implementation("eager")
-        try:
-            recorder = self.record(steps, count)
-        finally:
-            self.subject.model.set_attn_implementation(own)
+        recorder = self.record(steps, count)
         if rows is None:
             self.references[batch] = recorder
         result["equal"] = recorder.differences(self.references[batch])
         self.say(f"{name}: {result['equal']}")
 
     def record(self, steps: Steps, count: int) -> Recorder:
-        """All steps once more, on a GPU as a graph."""
+        """All steps once more, on a GPU as a graph.
+
+        Fused attention picks its kernels by what else lies in memory and would give the same experts other inputs.
+        """
         recorder = Recorder(steps, count)
-        with recorder.recording():
+        with recorder.recording(), sdpa_kernel(SDPBackend.MATH):
             if self.device.type != "cuda":
                 steps.begin()
                 for _ in range(count):
@@ -235,7 +235,7 @@ class DecodeBench:
         return recorder
 
     def generations(self) -> None:
-        """`generate` of the resident model, routed by its own routers: eagerly, and with a static cache, for which it compiles."""
+        """`generate` of the resident model, routed by its own routers: eagerly, and compiled, as for a static cache."""
         passes, count = Passes(self.subject), self.options.generate
         prompt = passes.prompt(self.options.prompt)
         for name, more in (("eager", {}), ("compiled", {"cache_implementation": "static"})):
@@ -248,19 +248,41 @@ class DecodeBench:
         torch.compiler.reset()
         self.subject.tidy()
 
+    def prompts(self, injection: RoutingInjection) -> None:
+        """Prompts of every length, each way, without a row cache."""
+        self.use(injection, 1)
+        self.set_rows(0)
+        ways = Ways(self.subject, injection, self.report, self.cost)
+        for length in self.options.lengths:
+
+            def work(length: int = length) -> None:
+                points = ways.measure(length, self.options.warmups, self.options.repeats)
+                self.results["prefill"][str(length)] = points
+                medians = (f"{way} {statistics.median(point['seconds']):.4f} s" for way, point in points.items())
+                self.say(f"{length} tokens: {', '.join(medians)}")
+
+            self.attempt(f"{length} tokens", work)
+
     def use(self, injection: RoutingInjection, batch: int) -> None:
         """Have the injection hand out the ids for so many sequences."""
         injection.table = self.tables[batch]
         injection._lanes.clear()
 
-    def set_rows(self, rows: int | None) -> None:
-        """Give the caches another size, which graphs must not know of any more. No experts are moved for that."""
+    def set_rows(self, rows: int | None) -> int:
+        """Give the caches another size, which graphs must not know of any more. No experts are moved for that.
+
+        Returns the device memory that is held beside experts, slots and caches, in bytes.
+        """
         if rows is not None:
             for lane in {id(lane): lane for lane in self.subject.model.expert_prefetch._lane_of.values()}.values():
                 lane.caches.shrink(rows)
         self.subject.tidy()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        own = self.report()
+        experts = self.results["model"]["bank_bytes"] if own is None else own.device_bytes + own.cache_bytes
+        return torch.cuda.memory_allocated(self.device) - experts
 
     def report(self) -> Any:
         """What is counted so far."""
@@ -296,46 +318,6 @@ class DecodeBench:
         names = [event.name for event in profile.events() if "ynchronize" in event.name]
         # Stopping the profiler synchronises the device once.
         return {"sync_debug_mode": found, "driver_calls": sorted(set(names)), "count": len(names), "ended": inside > 0}
-
-    # -- prompts ----------------------------------------------------------------------------------------------------
-
-    def prompts(self, injection: RoutingInjection) -> None:
-        """Prompts of every length, each way, from an empty key-value cache, without a row cache."""
-        self.use(injection, 1)
-        self.set_rows(0)
-        scheduler = self.subject.model.expert_prefetch
-        self.subject.model.set_experts_implementation("grouped_mm")
-        own = scheduler.config
-        for length in self.options.lengths:
-            for way in ("policy", *WAYS):
-                config = own if way == "policy" else dataclasses.replace(own, lookahead_gate=WAYS[way])
-
-                def work(way: str = way, length: int = length, config: Any = config) -> None:
-                    scheduler.config = config
-                    try:
-                        self.prompt(way, length, injection)
-                    finally:
-                        scheduler.config = own
-
-                self.attempt(f"{way}, {length} tokens", work)
-
-    @torch.no_grad()
-    def prompt(self, way: str, length: int, injection: RoutingInjection) -> None:
-        """One length, one way."""
-        generator = torch.Generator().manual_seed(length)
-        ids = torch.randint(0, self.subject.model.config.vocab_size, (1, length), generator=generator).to(self.device)
-
-        def run() -> None:
-            injection.seek(0)
-            self.subject.model(input_ids=ids, use_cache=True, logits_to_keep=1)
-
-        run()
-        run()
-        before = self.report()
-        seconds = [timed(self.device, run)[0] for _ in range(self.options.repeats)]
-        point = {"seconds": seconds} | self.cost(before, self.options.repeats)
-        self.results["prefill"].setdefault(str(length), {})[way] = point
-        self.say(f"{way}: {length} tokens: {sorted(seconds)[len(seconds) // 2]:.4f} s")
 
     # -- the link ---------------------------------------------------------------------------------------------------
 

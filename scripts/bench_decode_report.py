@@ -9,10 +9,14 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-__all__ = ["SCHEMA", "arm_rows", "derive", "prompt_rows", "table"]
+__all__ = ["SCHEMA", "arm_rows", "check_rows", "derive", "prompt_rows", "skipped", "table"]
 
 SCHEMA = "decode/1"
-CONTRACT = {"no cache": 1.10, "cached": 1.10, "prefill": 1.05, "gather": 0.90}
+# What is asked of the figures, and the device memory that may be taken besides slots and caches, in MiB.
+CONTRACT = {"no cache": 1.10, "half the rows": 1.10, "prompts": 1.05, "gather": 0.90, "memory": 64.0}
+
+# That the benchmark enables with.
+SLOTS = 3
 
 Json = dict[str, Any]
 
@@ -24,6 +28,12 @@ def derive(results: Json) -> Json:
     for name, arm in results["decode"].items():
         batch = arm.get("batch")
         resident = results["decode"].get("resident" if batch == 1 else f"resident, batch {batch}", {})
+        model = results["model"]
+        if arm.get("rows") is not None and "held_bytes" in arm and {"peak_bytes", "held_bytes"} <= resident.keys():
+            # What a step takes besides experts, as the resident arm shows it, and what slots and caches take.
+            step = resident["peak_bytes"] - resident["held_bytes"] - model["bank_bytes"]
+            own = SLOTS * model["largest_bank_bytes"] + arm["rows"] * model["row_bytes"]
+            arm["more_bytes"] = arm["peak_bytes"] - arm["held_bytes"] - step - own
         for kind in ("eager", "graph"):
             point = arm.get(kind)
             if point is None:
@@ -50,14 +60,28 @@ def derive(results: Json) -> Json:
 
 def arm_rows(results: Json) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table of arms."""
-    head = ["arm", "eager, ms", "/ limit", "graph, ms", "/ limit", "tokens/s", "hit rate", "MB a token", "equal", "waits"]
+    head = [
+        "arm",
+        "eager, ms",
+        "/ limit",
+        "graph, ms",
+        "/ limit",
+        "tokens/s",
+        "hit rate",
+        "MB a token",
+        "more MiB",
+        "equal",
+        "waits",
+    ]
     rows = []
     generate = {name: point["mean"] for name, point in results.get("generate", {}).items()}
     if generate:
         best = min(generate.values())
         times = [_cell(1e3 * generate[name] if name in generate else None, 2) for name in ("eager", "compiled")]
-        rows.append(["resident, `generate`", times[0], "-", times[1], "-", _cell(1 / best, 1), *["-"] * 4])
+        rows.append(["resident, `generate`", times[0], "-", times[1], "-", _cell(1 / best, 1), *["-"] * 5])
     for name, arm in results["decode"].items():
+        if name in skipped(results):
+            continue
         if "eager" not in arm:
             rows.append([name, str(arm.get("error", "not measured")), *["-"] * (len(head) - 2)])
             continue
@@ -73,6 +97,7 @@ def arm_rows(results: Json) -> tuple[list[str], list[list[str]]]:
                 _cell(arm["batch"] / best["mean"], 1),
                 _cell(best.get("hit_rate"), 3),
                 _cell(best["sent_bytes"] / arm["batch"] / 1e6, 1),
+                _cell(arm["more_bytes"] / 2**20 if "more_bytes" in arm else None, 1),
                 _equality(arm.get("equal")),
                 _waits(arm.get("synchronisations")),
             ]
@@ -94,6 +119,56 @@ def prompt_rows(results: Json) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def skipped(results: Json) -> list[str]:
+    """Arms that were left out for lack of time."""
+    return [name for name, arm in results["decode"].items() if str(arm.get("error", "")).startswith("skipped")]
+
+
+def check_rows(results: Json) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of what is asked: the worst figure of each kind, its bound, and whether it is met."""
+    arms, link, half = results["decode"], results["link"], results["model"]["experts"] // 2
+    graphs = {name: arm["graph"]["ratio"] for name, arm in arms.items() if "ratio" in arm.get("graph", {})}
+
+    def of_rows(rows: int) -> dict[str, float]:
+        return {name: ratio for name, ratio in graphs.items() if arms[name]["rows"] == rows}
+
+    found: list[tuple[str, str, dict[str, float], str]] = [
+        ("a token without a cache, graph / limit", "no cache", of_rows(0), "<="),
+        ("half of the experts cached, graph / limit", "half the rows", of_rows(half), "<="),
+        ("prompts as chosen / the better way", "prompts", _prompt_ratios(results), "<="),
+        ("the gather kernel / copies", "gather", _gather_share(link), ">="),
+        ("more device memory than slots and caches, MiB", "memory", _more_memory(arms), "<="),
+    ]
+    rows = []
+    for what, name, values, relation in found:
+        if values:
+            where = (max if relation == "<=" else min)(values, key=lambda key: values[key])
+            met = values[where] <= CONTRACT[name] if relation == "<=" else values[where] >= CONTRACT[name]
+            rows.append([what, f"{values[where]:.3f}", where, f"{relation} {CONTRACT[name]:g}", "yes" if met else "**no**"])
+    compared = [name for name, arm in arms.items() if "equal" in arm]
+    if compared:
+        wrong = [name for name in compared if arms[name]["equal"]["other_outputs"]]
+        rows.append(
+            ["same bits in every call", f"{len(compared)} arms", ", ".join(wrong) or "-", "", "**no**" if wrong else "yes"]
+        )
+    return ["what", "worst", "where", "asked", "met"], rows
+
+
+def _prompt_ratios(results: Json) -> dict[str, float]:
+    ways = results["prefill"].items()
+    return {f"{int(length):,} tokens": way["policy"]["ratio"] for length, way in ways if "ratio" in way.get("policy", {})}
+
+
+def _gather_share(link: Json) -> dict[str, float]:
+    if "gather_half_gb_per_s" not in link:
+        return {}
+    return {"half of a bank": link["gather_half_gb_per_s"] / link["gb_per_s"]}
+
+
+def _more_memory(arms: Json) -> dict[str, float]:
+    return {name: arm["more_bytes"] / 2**20 for name, arm in arms.items() if "more_bytes" in arm}
+
+
 def table(results: Json) -> str:
     """Everything as text."""
     model, link = results["model"], results["link"]
@@ -106,10 +181,12 @@ def table(results: Json) -> str:
         f"{results['machine']['name']}; torch {results['machine']['torch']}, transformers {results['machine']['transformers']}",
         f"link: {rates}",
     ]
-    for head, rows in (arm_rows(results), prompt_rows(results)):
+    for head, rows in (arm_rows(results), prompt_rows(results), check_rows(results)):
         if rows:
             widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
             lines += ["", *(_line(row, widths) for row in (head, *rows))]
+    if skipped(results):
+        lines += ["", f"left out for lack of time: {', '.join(skipped(results))}"]
     return "\n".join(lines)
 
 

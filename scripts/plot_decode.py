@@ -2,7 +2,7 @@
 
     python scripts/plot_decode.py docs/benchmarks/decode/*.json --out docs/images/
 
-Of `NAME.json` comes `decode-NAME.png`.
+Of `NAME.json` comes `decode-NAME.png`, if it has caches of several sizes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from plot_bench import BLACK, BLUE, DASHED, GREY, VERMILION
 
 Json = dict[str, Any]
 
+LEAST_SIZES = 3
+
 
 def plot(results: Json) -> Figure:
     """Two panels over the number of rows: milliseconds a token with the limit, and the share of experts that were there."""
     arms = results["decode"]
-    cached = sorted((arm["rows"], arm) for arm in arms.values() if arm.get("rows") and arm["batch"] == 1 and "graph" in arm)
+    cached = _cached(results)
     experts, resident, none = results["model"]["experts"], arms["resident"], arms.get("no cache", {})
     drawing, (top, bottom) = pyplot.subplots(
         2, 1, figsize=(8.4, 6.2), layout="constrained", sharex=True, height_ratios=(1.6, 1.0)
@@ -59,6 +61,12 @@ def plot(results: Json) -> Figure:
     return drawing
 
 
+def _cached(results: Json) -> list[tuple[int, Json]]:
+    """Arms with a cache, one sequence and a graph, by the number of rows."""
+    arms = [arm for arm in results["decode"].values() if arm.get("rows") and arm["batch"] == 1 and "graph" in arm]
+    return sorted(((arm["rows"], arm) for arm in arms), key=lambda pair: pair[0])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw each file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -67,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for path in options.files:
         results = bench_decode_report.derive(json.loads(path.read_text(encoding="utf-8")))
+        if len(_cached(results)) < LEAST_SIZES:
+            print(f"{path.name}: caches of fewer than {LEAST_SIZES} sizes make no curve")
+            continue
         drawing = plot(results)
         target = options.out / f"decode-{path.stem}.png"
         drawing.savefig(target, dpi=200)

@@ -70,7 +70,8 @@ def render(text: str, root: Path, folder: Path) -> str:
         elif name == "readme-decode":
             body = decode_line(bench_decode_report.derive(json.loads(source.read_text(encoding="utf-8"))))
         elif name.startswith("decode/"):
-            body = decode_table(json.loads(source.read_text(encoding="utf-8")), source.stem, root, folder)
+            results = bench_decode_report.derive(json.loads(source.read_text(encoding="utf-8")))
+            body = decode_table(results, source.stem, root, folder)
         elif name == "readme":
             body = readme_table(read(source), image_links(root, folder, source.stem, ("prefill",)))
         else:
@@ -208,8 +209,11 @@ def decode_table(results: Json, stem: str, root: Path, folder: Path) -> str:
     if image.is_file():
         lines += [f"![Time of a token and hit rate against the size of the cache]({image.relative_to(folder).as_posix()})", ""]
     lines += grid(*bench_decode_report.arm_rows(results))
+    if bench_decode_report.skipped(results):
+        lines += ["", f"Left out for lack of time: {', '.join(bench_decode_report.skipped(results))}."]
     if results["prefill"]:
         lines += ["", *grid(*bench_decode_report.prompt_rows(results))]
+    lines += ["", *grid(*bench_decode_report.check_rows(results))]
     return "\n".join(lines)
 
 

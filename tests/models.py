@@ -213,7 +213,8 @@ class Snapshot:
                 name: (id(parameter), parameter.shape, parameter.stride(), parameter.requires_grad)
                 for name, parameter in model.named_parameters()
             },
-            attributes={name: set(module.__dict__) for name, module in modules.items()},
+            # Compiled code is thrown away with the hooks that it was compiled around.
+            attributes={name: set(module.__dict__) - {"_compiled_call"} for name, module in modules.items()},
             forwards={name: module.forward for name, module in modules.items()},
             hooks={name: getattr(module, "_hf_hook", None) for name, module in modules.items()},
             training={name: module.training for name, module in modules.items()},

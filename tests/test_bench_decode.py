@@ -74,6 +74,43 @@ def test_the_table_and_the_document(
         assert f"| {name} |" in text
 
 
+def test_what_is_asked_is_told_with_the_worst_figure(scripts: Callable[[str], ModuleType]) -> None:
+    """A bound that is missed is said to be; what was left out for lack of time has a line of its own."""
+    report = scripts("bench_decode_report")
+
+    def arm(rows: int | None, graph: float, sent: int, peak: int, differing: int = 0) -> dict[str, Any]:
+        held = {"batch": 1, "rows": rows, "held_bytes": 0, "peak_bytes": peak}
+        timed = {"seconds": [graph], "sent_bytes": sent, "hit_rate": 0.5}
+        equal = {"calls": 8, "other_inputs": 0, "other_outputs": differing}
+        return held | {"eager": timed, "graph": dict(timed), "equal": equal}
+
+    mib = 2**20
+    results = {
+        "model": {"experts": 8, "bank_bytes": 800 * mib, "largest_bank_bytes": 100 * mib, "row_bytes": 100 * mib},
+        "link": {"gb_per_s": 50.0, "gather_half_gb_per_s": 40.0, "gather_gb_per_s": 40.0},
+        "decode": {
+            "resident": arm(None, 1.0, 0, 810 * mib),
+            "no cache": arm(0, 2.1, 40 * 10**9, 310 * mib),
+            "4 rows": arm(4, 1.8, 20 * 10**9, 780 * mib, differing=1),
+            "8 rows": {"error": "skipped: out of time"},
+        },
+        "prefill": {
+            "64": {way: {"seconds": [t]} for way, t in (("policy", 1.2), ("routed-only", 1.0), ("lookahead-only", 2.0))}
+        },
+    }
+    _, rows = report.check_rows(report.derive(results))
+    assert [(row[1], row[2], row[4]) for row in rows] == [
+        ("1.050", "no cache", "yes"),
+        ("1.200", "4 rows", "**no**"),
+        ("1.200", "64 tokens", "**no**"),
+        ("0.800", "half of a bank", "**no**"),
+        ("70.000", "4 rows", "**no**"),
+        ("3 arms", "4 rows", "**no**"),
+    ]
+    assert report.skipped(results) == ["8 rows"]
+    assert "8 rows" not in [row[0] for row in report.arm_rows(results)[1]]
+
+
 def test_an_arm_that_fails_does_not_stop_the_others(scripts: Callable[[str], ModuleType]) -> None:
     """It is noted, and said in the table."""
     module = scripts("bench_decode")
