@@ -25,7 +25,9 @@ Policy = Callable[[Ids, int], Keys]
 _SMALLEST = np.float32(2.0**-126)
 
 
-def simulate(ids: Ids, experts: int, rows: int, policy: Policy, start: Ids | None = None) -> NDArray[np.int16]:
+def simulate(
+    ids: Ids, experts: int, rows: int, policy: Policy, start: Ids | None = None, watch: Callable[[int, Ids], None] | None = None
+) -> NDArray[np.int16]:
     """Hits of each stream and step.
 
     Args:
@@ -34,6 +36,7 @@ def simulate(ids: Ids, experts: int, rows: int, policy: Policy, start: Ids | Non
         rows: of each stream's cache; at least k.
         policy: what decides.
         start: (streams, rows): the experts that are cached before the first step; none if it is not given.
+        watch: called before each step with its number and the row of each expert, (streams, experts), -1 for none.
 
     Returns:
         (streams, steps): how many of the step's k experts were cached.
@@ -50,6 +53,8 @@ def simulate(ids: Ids, experts: int, rows: int, policy: Policy, start: Ids | Non
     hits = np.zeros((streams, steps), dtype=np.int16)
     for step in range(steps):
         wanted = ids[:, step]
+        if watch is not None:
+            watch(step, place[:, :experts])
         found = place[every, wanted]
         cached = found >= 0
         hits[:, step] = cached.sum(axis=1)

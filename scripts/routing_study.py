@@ -19,6 +19,7 @@ from demo_data import read_books, split_books, text_stream
 from hf_prefetch.demo import load_demo_model, load_demo_tokenizer
 from hf_prefetch.routing import record_routing
 from hf_prefetch.scheduling.replacement import Replacement
+from routing_foresight import foresight
 from routing_policies import Belady, Fading, FrequencyByAge, HotSet, Ids, Policy, Recency, hot_rows, simulate
 from routing_synthetic import PROFILES, synthetic_ids
 
@@ -53,12 +54,14 @@ class Routing:
         experts: of each bank.
         kinds: kind of text (or seed) to ids, (streams, tokens, k); a stream is one bank in one sequence. The streams of all
             kinds have the same banks in the same order if `same_banks`.
+        sequences: streams of one layer and kind, which come one after the other.
     """
 
     name: str
     experts: int
     kinds: dict[str, Ids]
     same_banks: bool = True
+    sequences: int = 1
 
     @property
     def ids(self) -> Ids:
@@ -80,7 +83,9 @@ def traces(path: Path, experts: int = 64) -> Routing:
     """Recorded traces: an archive of numpy arrays (layers, sequences, tokens, k), one a kind of text."""
     with np.load(path) as archive:
         kinds = {name: archive[name].astype(np.int64) for name in sorted(archive)}
-    return Routing("traces", experts, {name: ids.reshape(-1, *ids.shape[2:]) for name, ids in kinds.items()})
+    sequences = next(iter(kinds.values())).shape[1]
+    streams = {name: ids.reshape(-1, *ids.shape[2:]) for name, ids in kinds.items()}
+    return Routing("traces", experts, streams, sequences=sequences)
 
 
 def synthetic(name: str) -> Routing:
@@ -252,6 +257,8 @@ def study(trace_file: Path | None, say: Callable[[str], None]) -> Json:
     for routing in origins:
         rates = hit_rates(routing, say)
         rates["prompt"] = prompt_seeding(routing)
+        half, kinds = rates["half"], len(routing.kinds)
+        rates["foresight"] = foresight(routing.ids, routing.experts, half, routing.sequences, kinds, WARM_UP)
         if routing.name == "traces":
             rates["leave_out"] = {
                 "one kind": leave_out(rates["kinds"], lambda kind: kind),

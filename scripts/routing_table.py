@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import bench_decode_report
 from render_docs import grid
 
 __all__ = ["TITLES", "default_title", "render"]
 
 Json = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parent.parent
 
 TITLES = {
     "traces": "recorded, 13 kinds of text",
@@ -43,6 +48,8 @@ def render(text: str, results: Json) -> str:
         "left-out": _left_out,
         "prompt": _prompt,
         "ratio": _ratio,
+        "foresight": _foresight,
+        "ceiling": _ceiling,
     }
     if text.count("<!-- routing: ") != len(_REGION.findall(text)):
         raise ValueError("a region <!-- routing: NAME --> has no <!-- end -->")
@@ -137,6 +144,39 @@ def _ratio(results: Json) -> list[str]:
         worst.append([TITLES[name], f"{half:.4f}", f"{each:.4f}", f"{ratios[size]:.4f}", f"{size} of {origin['experts']}"])
     head = ["routing", "half the rows, all policies", "the worst kind or seed", "any size, named policies", "at rows"]
     return grid(head, worst)
+
+
+def _foresight(results: Json) -> list[str]:
+    origins = results["routing"].items()
+    names = list(next(iter(results["routing"].values()))["foresight"]["right"])
+    head = ["routing", "missed a bank and token", *names]
+    rows = [
+        [TITLES[name], f"{origin['foresight']['misses']:.2f}", *_strong([origin["foresight"]["right"][n] for n in names])]
+        for name, origin in origins
+    ]
+    return grid(head, rows)
+
+
+def _ceiling(results: Json) -> list[str]:
+    """What one guess a layer would save at most, of a step with half of the rows as a graph, if wrong guesses cost nothing.
+
+    A right guess hides the smaller of two times: an expert's over the link, and a whole layer's on the GPU. A wrong one costs
+    what is left of its transfer when the layer's own misses are known, so it pays only if it is right often enough.
+    """
+    best = max(results["routing"]["traces"]["foresight"]["right"].values()) if "traces" in results["routing"] else 0.0
+    rows = []
+    for path in sorted((ROOT / "docs" / "benchmarks" / "decode").glob("*-rows.json")):
+        run = bench_decode_report.derive(json.loads(path.read_text(encoding="utf-8")))
+        model, arms = run["model"], run["decode"]
+        expert = model["row_bytes"] / model["layers"] / run["link"]["gather_gb_per_s"] / 1e9
+        layer = arms["resident"]["graph"]["mean"] / model["layers"]
+        own = max(results["routing"][model["profile"]]["foresight"]["right"].values())
+        step = arms[f"{model['experts'] // 2} rows"]["graph"]["mean"] / model["layers"]
+        needed = max(expert - layer, 0.0) / expert
+        saved = [f"{100 * share * min(expert, layer) / step:.1f}%" for share in (own, best)]
+        rows.append([model["name"], f"{1e6 * expert:,.0f}", f"{1e6 * layer:,.0f}", f"{100 * needed:.0f}%", *saved])
+    head = ["shape", "an expert over the link, us", "a layer on the GPU, us", "must be right", "saved at most, its routing"]
+    return grid([*head, "saved at most, recorded routing"], rows)
 
 
 def _strong(rates: Sequence[float | None]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -131,3 +132,17 @@ def test_the_document_is_current_and_the_default_is_the_one_that_was_measured(sc
     results: Any = json.loads((SCRIPTS.parent / "docs" / "routing.json").read_text())
     assert results["default"]["decay"] == round(Replacement().decay, 6)
     assert scripts("routing").main(["render", "--check"]) == 0
+
+
+def test_guesses_that_come_true(scripts: Callable[[str], ModuleType]) -> None:
+    """Routing that follows from the layer before is foreseen by who looks there, and by nobody else."""
+    generator = np.random.default_rng(3)
+    experts, steps = 32, 400
+    first = np.stack([generator.permutation(experts)[:2] for _ in range(steps)])
+    # The second layer of each of two sequences uses what its first layer has used, shifted.
+    streams = np.stack([first, first[::-1], (first + 5) % experts, (first[::-1] + 5) % experts])
+    found = scripts("routing_foresight").foresight(streams, experts, 4, 2, 1, 200)
+    assert found["right"]["layer before"] > 0.99
+    assert found["right"]["score"] < 0.3
+    assert found["right"]["given up"] < 0.3
+    assert 1.5 < found["misses"] <= 2.0
