@@ -142,7 +142,7 @@ def test_guesses_that_come_true(scripts: Callable[[str], ModuleType]) -> None:
     # The second layer of each of two sequences uses what its first layer has used, shifted.
     streams = np.stack([first, first[::-1], (first + 5) % experts, (first[::-1] + 5) % experts])
     found = scripts("routing_foresight").foresight(streams, experts, 4, 2, 1, 200)
-    assert found["right"]["layer before"] > 0.99
+    assert found["right"]["layer before"] > 0.9
     assert found["right"]["score"] < 0.3
     assert found["right"]["given up"] < 0.3
     assert 1.5 < found["misses"] <= 2.0
