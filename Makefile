@@ -5,13 +5,24 @@ VENV ?= .venv
 STAMP := $(if $(VENV),$(VENV)/installed)
 RUN := $(if $(VENV),$(VENV)/bin/python,PYTHONPATH=. $(PYTHON))
 
-.PHONY: demo test lint clean
+OLDEST := build/transformers-5.17
+TORCHAO := build/torchao
+
+.PHONY: demo test test-oldest test-torchao lint clean
 
 demo: $(STAMP)
 	$(RUN) scripts/demo.py
 
 test: $(STAMP) lint
 	HF_HUB_OFFLINE=1 $(RUN) -m pytest $(if $(VENV),-n 2 --dist loadfile) $(PYTEST)
+
+# Every architecture and number format, with the oldest transformers that is supported.
+test-oldest: $(STAMP) $(OLDEST)/installed
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(OLDEST) $(VENV)/bin/python -m pytest -n 2 tests/test_architectures.py tests/test_formats.py
+
+# transformers imports torchao wherever it is installed, which takes seconds and prints: so it is there for these tests only.
+test-torchao: $(STAMP) $(TORCHAO)/installed
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(TORCHAO) $(VENV)/bin/python -m pytest -n 2 tests/test_formats.py
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
@@ -22,6 +33,14 @@ $(VENV)/installed: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements-dev.txt
 	$(VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+$(OLDEST)/installed: requirements-oldest.txt $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) --requirement requirements-oldest.txt
+	touch $@
+
+$(TORCHAO)/installed: $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(TORCHAO) torchao==0.18.0
 	touch $@
 
 clean:

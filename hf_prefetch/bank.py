@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
 
+from .forms import is_plain, made_of, parts
 from .layout import BankLayout
 
 __all__ = ["ExpertBank"]
@@ -31,7 +33,7 @@ class ExpertBank:
             they point at is host memory.
         num_experts: how many experts there are.
         ids_argument: name and position of the expert ids among the arguments of `forward`; None where it isn't given any.
-        layout: where each parameter lies in the bank's block of bytes.
+        layout: where each parameter, or each part of one, lies in the bank's block of bytes.
     """
 
     index: int
@@ -50,6 +52,23 @@ class ExpertBank:
     def nbytes(self) -> int:
         """Size of the block that travels, in bytes."""
         return self.layout.nbytes
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether each Parameter is one tensor, as most are."""
+        return all(map(is_plain, self.parameters.values()))
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """What the Parameters are made of, named as in the layout."""
+        if self.is_plain:
+            return dict(self.parameters)
+        return {key: part for name, parameter in self.parameters.items() for key, part in parts(name, parameter).items()}
+
+    def dressed(self, tensors: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Parameters made of these tensors, which are named as in the layout; they may have another number of rows."""
+        if self.is_plain:
+            return tensors
+        return {name: made_of(name, parameter, tensors) for name, parameter in self.parameters.items()}
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -75,9 +94,10 @@ class ExpertBank:
         for owner, own, name in self.places(module):
             owner._parameters[own] = tensors[name]
 
-    def replaced(self, module: nn.Module) -> Iterator[str]:
-        """Names of a holder's weights that are not the bank's Parameters."""
-        return (name for owner, own, name in self.places(module) if owner._parameters.get(own) is not self.parameters[name])
+    def replaced(self, module: nn.Module, tensors: dict[str, nn.Parameter] | None = None) -> Iterator[str]:
+        """Names of a holder's weights that are not these tensors; the bank's Parameters, if none are given."""
+        expected = self.parameters if tensors is None else tensors
+        return (name for owner, own, name in self.places(module) if owner._parameters.get(own) is not expected[name])
 
     def rebind(self) -> None:
         """Look the Parameters up again: accelerate puts new ones in place when it attaches or detaches a hook."""

@@ -20,11 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from .bank import ExpertBank
-from .layout import BankLayout, is_dense
+from .forms import parts, unfit
+from .layout import BankLayout
 
 __all__ = [
     "Discovery",
@@ -38,6 +38,11 @@ __all__ = [
 ]
 
 _SPARSE = ("eager", "batched_mm", "grouped_mm")
+_KEPT_ELSEWHERE = (
+    "its weights are not among its Parameters: a quantization keeps them elsewhere. Load the model dequantized, with "
+    "Mxfp4Config(dequantize=True) for example"
+)
+_ANY_ORDER = ("batched_mm", "grouped_mm")
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ def find_banks(model: nn.Module) -> Discovery:
         elif candidate is not None:
             refusals.append(Refusal(name or "(the model itself)", type(module).__name__, candidate))
     holders = Counter(parameter for parameters in found for parameter in parameters)
+    # What has its weights in a bank around it needs no word.
+    refusals = [one for one in refusals if not any(id(p) in holders for p in modules.get(one.name, model)._parameters.values())]
     for parameters in [key for key in found if any(holders[parameter] > 1 for parameter in key)]:
         reason = "it shares some of its weights, but not all, with another experts module"
         refusals += [Refusal(one.name, type(one.module).__name__, reason) for one in found.pop(parameters)]
@@ -112,16 +119,24 @@ def reads_only_routed_rows(module: nn.Module, forward: Callable[..., object], im
     return own and implementation in _SPARSE and "has_gate" in module.__dict__ and "is_transposed" in module.__dict__
 
 
-def takes_other_ids(module: nn.Module, implementation: str | None) -> bool:
+def takes_other_ids(module: nn.Module, implementation: str | None, bank: ExpertBank) -> bool:
     """Whether a module that reads only routed rows gives the same bits when its experts are numbered otherwise.
 
     `eager` adds up the experts' outputs in the order of their ids; the others do so in the order in which a token lists them.
+    What the module has for each expert besides its bank, a scale of its inputs say, would keep the old numbers.
     """
-    return implementation != "eager" and "num_experts" in module.__dict__
+    if implementation not in _ANY_ORDER or "num_experts" not in module.__dict__:
+        return False
+    besides = (
+        tensor for name, tensor in (*module._parameters.items(), *module._buffers.items()) if name not in bank.parameters
+    )
+    return not any(tensor is not None and tensor.dim() and tensor.shape[0] == bank.num_experts for tensor in besides)
 
 
 def _bank(index: int, candidates: list[_Candidate]) -> ExpertBank:
     first = candidates[0]
+    tensors = {key: part for name, parameter in first.parameters.items() for key, part in parts(name, parameter).items()}
+    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors.values()}
     return ExpertBank(
         index=index,
         name=first.name,
@@ -129,7 +144,7 @@ def _bank(index: int, candidates: list[_Candidate]) -> ExpertBank:
         parameters=dict(first.parameters),
         num_experts=first.num_experts,
         ids_argument=first.ids_argument,
-        layout=BankLayout.of(first.parameters.items(), stacked=first.stacked),
+        layout=BankLayout.of(tensors.items(), stacked=first.stacked and rows == {first.num_experts}),
     )
 
 
@@ -141,7 +156,7 @@ def _stacked(name: str, module: nn.Module) -> _Candidate | str | None:
     own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
     matrices = [parameter for parameter in own.values() if parameter.dim() == 3]
     if not matrices:
-        return None
+        return _KEPT_ELSEWHERE if _keeps_weights_elsewhere(name, module) else None
     rows = {parameter.shape[0] for parameter in matrices}
     # Every stack of matrices, and what has as many rows.
     stacked = {key: parameter for key, parameter in own.items() if parameter.dim() >= 2 and parameter.shape[0] in rows}
@@ -166,6 +181,15 @@ def _stacked(name: str, module: nn.Module) -> _Candidate | str | None:
         return reason if _is_called_experts(name, module) or len(matrices) > 1 else None
     ids = (arguments[1], 1) if len(arguments) >= 3 else None
     return _Candidate(name, module, stacked, max(rows), ids, stacked=len(rows) == 1 and ids is not None)
+
+
+def _keeps_weights_elsewhere(name: str, module: nn.Module) -> bool:
+    """Whether it is called as experts are, and neither it nor any module inside has weights as Parameters."""
+    if not _is_called_experts(name, module) or _lists_modules(module) or not _has_forward(module):
+        return False
+    return all(parameter.dim() < 3 for parameter in module._parameters.values() if parameter is not None) and not any(
+        True for child in module.children() for _ in child.parameters()
+    )
 
 
 def _wrapped(name: str, module: nn.Module) -> _Candidate | str | None:
@@ -201,12 +225,7 @@ def _listed(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> _Can
 
 def _unfit(parameters: dict[str, nn.Parameter]) -> str | None:
     """Why some of them can't be moved as bytes, if so."""
-    for name, parameter in parameters.items():
-        if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
-            return f"{name} is a {type(parameter.data).__name__}, a tensor type that can't be re-pointed yet"
-        if parameter.layout != torch.strided or parameter.is_quantized or not is_dense(parameter):
-            return f"{name} is not a dense strided tensor"
-    return None
+    return next(filter(None, (unfit(name, parameter) for name, parameter in parameters.items())), None)
 
 
 def _is_called_experts(name: str, module: nn.Module) -> bool:

@@ -84,14 +84,16 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                 ids, implementation = self.bank.ids(args, kwargs), implementation_of(module)
                 rows = ids if reads_only_routed_rows(module, forward, implementation) else None
                 count = None if ids is None else ids.numel()
-                remaps = rows is not None and takes_other_ids(module, implementation)
+                remaps = rows is not None and takes_other_ids(module, implementation, self.bank)
                 handout = self.scheduler.acquire(self.bank, count, rows, remaps=remaps)
                 if handout.ids is not None:
                     args, kwargs = self.bank.with_ids(args, kwargs, handout.ids)
                     self._renumbered = True
                     module.__dict__["num_experts"] = handout.rows
                 self.bank.point(module, handout.tensors)
-                return self._forward(forward, args, kwargs)
+                output = self._forward(forward, args, kwargs)
+                self._check_untouched(module, handout.tensors)
+                return output
             except BaseException:
                 self.scheduler.break_off()
                 raise
@@ -119,6 +121,15 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                 "target_parameters, torch.export, functional_call), so the device would get the old weights. Call "
                 "disable_expert_prefetch(model), replace it, and enable it again; what replaces weights for each call can't be "
                 "prefetched. Writing into them (load_state_dict, copy_) works at any time."
+            )
+
+    def _check_untouched(self, module: nn.Module, tensors: dict[str, nn.Parameter]) -> None:
+        """A forward that has put others in the place of its weights will want to find them there at its next call."""
+        for name in self.bank.replaced(module, tensors):
+            raise RuntimeError(
+                f"The forward of {self.bank.name} has replaced its own weight {name}, as an experts implementation does that "
+                "keeps weights in a form of its own. Such experts can't be prefetched: load the model anew and choose another "
+                "implementation (set_experts_implementation), or leave prefetching off."
             )
 
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

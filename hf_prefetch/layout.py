@@ -70,11 +70,8 @@ class BankLayout:
 
     @cached_property
     def has_rows(self) -> bool:
-        """Whether each expert's weights are one run of whole 8-byte words in every tensor."""
-        return self.stacked and all(
-            spec.shape[0] * spec.stride[0] * spec.dtype.itemsize == spec.nbytes and spec.nbytes // spec.shape[0] % 8 == 0
-            for spec in self.specs
-        )
+        """Whether each expert's weights are one run of bytes in every tensor."""
+        return self.stacked and all(spec.shape[0] * spec.stride[0] * spec.dtype.itemsize == spec.nbytes for spec in self.specs)
 
     @cached_property
     def row_nbytes(self) -> int:

@@ -25,7 +25,7 @@ from hf_prefetch.layout import BankLayout
 device = torch.device(sys.argv[1])
 generator = torch.Generator().manual_seed(0)
 for rows, ids in [(5, [3]), (5, [0, 4, 4, 0]), (8, [[7, 1], [1, 2], [9, 3]]), (2, [0, 1]), (16, [5] * 7 + [-1, 16, 15])]:
-    shapes = {"up": (rows, 6, 1030), "bias": (rows, 12), "down": (rows, 4, 2)}
+    shapes = {"up": (rows, 6, 1030), "bias": (rows, 12), "down": (rows, 4, 2), "scale": (rows, 3)}
     tensors = [(name, torch.empty(shape, dtype=torch.bfloat16)) for name, shape in shapes.items()]
     layout = BankLayout.of(tensors)
     source = torch.randint(0, 256, (layout.nbytes,), dtype=torch.uint8, generator=generator)
@@ -34,7 +34,7 @@ for rows, ids in [(5, [3]), (5, [0, 4, 4, 0]), (8, [[7, 1], [1, 2], [9, 3]]), (2
     slot = torch.full((layout.nbytes,), 255, dtype=torch.uint8, device=device)
     totals = torch.zeros(2, dtype=torch.int64, device=device)
     found = list_experts(torch.tensor(ids, device=device), rows, None, totals)
-    places = [(spec.nbytes // rows // 8, spec.offset // 8, 0) for spec in layout.specs]
+    places = [(spec.nbytes // rows, spec.offset, 0) for spec in layout.specs]
     gather_rows(torch.tensor(places, device=device), found, source, slot, slot, to_rows=False)
     wanted = {min(row, rows - 1) for row in torch.tensor(ids).flatten().tolist() if row >= 0}
     assert totals.tolist() == [len(wanted), len(wanted)], (totals, wanted)
@@ -141,10 +141,10 @@ def test_acquiring_the_whole_after_some_rows_gives_the_whole() -> None:
         (torch.empty(4, 6, 8), True),
         (torch.empty(4, 6, 8).transpose(1, 2), True),
         (torch.empty(6, 4, 8).transpose(0, 1), False),
-        (torch.empty(4, 3, 3, dtype=torch.bfloat16), False),
+        (torch.empty(4, 3, 3, dtype=torch.bfloat16), True),
     ],
 )
-def test_rows_are_runs_of_whole_words(tensor: torch.Tensor, expected: bool) -> None:
+def test_rows_are_runs_of_bytes(tensor: torch.Tensor, expected: bool) -> None:
     """Otherwise a bank travels as a whole only."""
     assert BankLayout.of([("weight", tensor)]).has_rows is expected
 

@@ -263,15 +263,17 @@ def check_bytes(device: torch.device) -> None:
 
     for experts, rows, width in [(5, 2, 1030), (12, 7, 30)][: 2 if device.type == "cuda" else 1]:
         both, choose = Both(device, experts, rows), random.Random(experts)
-        shapes = {"up": (experts, 6, width), "bias": (experts, 12), "down": (experts, 4, 2)}
-        layout = BankLayout.of((name, torch.empty(shape, dtype=torch.bfloat16)) for name, shape in shapes.items())
+        # Rows of 6 and 1 bytes are no whole words.
+        shapes = {"up": (experts, 6, width), "bias": (experts, 12), "down": (experts, 4, 2), "scale": (experts, 1, 3)}
+        tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        layout = BankLayout.of([*tensors.items(), ("exponent", torch.empty(experts, 1, 1, dtype=torch.uint8))])
         small = layout.with_rows(rows)
         host = torch.randint(0, 255, (layout.nbytes,), dtype=torch.uint8)
         host = host.pin_memory() if device.type == "cuda" else host
         cache, slot = (torch.full((size,), 255, dtype=torch.uint8, device=device) for size in (small.nbytes, layout.nbytes))
         places = torch.tensor(
             [
-                (whole.nbytes // experts // 8, whole.offset // 8, some.offset // 8)
+                (whole.nbytes // experts, whole.offset, some.offset)
                 for whole, some in zip(layout.specs, small.specs, strict=True)
             ],
             device=device,

@@ -132,31 +132,43 @@ def _list(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _copy(  # type: ignore[no-untyped-def]
+    host, cached, destination, first, in_cache, words, row, TO_ROWS: tl.constexpr, WORDS: tl.constexpr
+):
+    """Copy this program's part of a row of `words` words, which begins at `first` in the bank, at `in_cache` in the cache."""
+    for start in range(tl.program_id(1) * WORDS, words, tl.num_programs(1) * WORDS):
+        word = start + tl.arange(0, WORDS)
+        inside = word < words
+        if TO_ROWS:
+            tl.store(destination + in_cache + word, tl.load(host + first + word, mask=inside), mask=inside)
+        elif row < 0:
+            tl.store(destination + first + word, tl.load(host + first + word, mask=inside), mask=inside)
+        else:
+            tl.store(destination + first + word, tl.load(cached + in_cache + word, mask=inside), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _gather(  # type: ignore[no-untyped-def]
-    lists, most, host_bytes, cached_bytes, destination_bytes, tensors, TO_ROWS: tl.constexpr, WORDS: tl.constexpr
+    lists, most, host, cached, destination, tensors, TO_ROWS: tl.constexpr, WORDS: tl.constexpr
 ):
     """Copy a part of one tensor of one expert: program 0 is the expert's place in the list, 1 the part, 2 the tensor."""
-    host = host_bytes.to(tl.pointer_type(tl.int64))
-    cached = cached_bytes.to(tl.pointer_type(tl.int64))
-    destination = destination_bytes.to(tl.pointer_type(tl.int64))
     position = tl.program_id(0)
     if position < tl.load(lists):
         expert = tl.load(lists + 1 + position)
         row = tl.load(lists + 1 + most + position)
         tensor = tensors + tl.program_id(2) * 3
-        words = tl.load(tensor)
-        whole, some = tl.load(tensor + 1), tl.load(tensor + 2)
-        first = whole + expert * words
-        in_cache = some + row * words
-        for start in range(tl.program_id(1) * WORDS, words, tl.num_programs(1) * WORDS):
-            word = start + tl.arange(0, WORDS)
-            inside = word < words
-            if TO_ROWS:
-                tl.store(destination + in_cache + word, tl.load(host + first + word, mask=inside), mask=inside)
-            elif row < 0:
-                tl.store(destination + first + word, tl.load(host + first + word, mask=inside), mask=inside)
-            else:
-                tl.store(destination + first + word, tl.load(cached + in_cache + word, mask=inside), mask=inside)
+        size = tl.load(tensor)
+        first = tl.load(tensor + 1) + expert * size
+        in_cache = tl.load(tensor + 2) + row * size
+        if size % 8 == 0:
+            words = tl.pointer_type(tl.int64)
+            _copy(
+                host.to(words), cached.to(words), destination.to(words), first // 8, in_cache // 8, size // 8, row,
+                TO_ROWS, WORDS,
+            )  # fmt: skip
+        else:
+            # Rows that aren't whole words are short: scales, one an expert.
+            _copy(host, cached, destination, first, in_cache, size, row, TO_ROWS, WORDS)
 
 
 def assign_rows(table: RowTable, ids: torch.Tensor, totals: torch.Tensor) -> Assignment:

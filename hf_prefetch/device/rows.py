@@ -170,14 +170,14 @@ class RowSender:
         return nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index)
 
     def _table(self, stored: StoredBank, layout: BankLayout) -> torch.Tensor:
-        """int64 (tensors, 3), in words: the size of a row of each tensor, and where that begins in the bank and in `layout`.
+        """int64 (tensors, 3), in bytes: the size of a row of each tensor, and where that begins in the bank and in `layout`.
 
         Made once for each pair of layouts, in `prepare`: sending it holds the host, which no graph may be captured over.
         """
         pair = (stored.bank.layout, layout)
         if pair not in self._tensors:
             table = [
-                (spec.nbytes // spec.shape[0] // 8, spec.offset // 8, small.offset // 8)
+                (spec.nbytes // spec.shape[0], spec.offset, small.offset)
                 for spec, small in zip(pair[0].specs, layout.specs, strict=True)
             ]
             with torch.inference_mode(False):

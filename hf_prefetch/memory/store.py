@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..bank import ExpertBank
+from ..forms import is_plain, parts, replace_parts
 from ..streams import StreamDevice
 from .ledger import Ledger, Purpose
 from .pinned import Arena
@@ -90,8 +91,8 @@ class HostStore:
         stored = self._stored.get(bank.index)
         if stored is None:
             return []
-        begin = stored.block.data_ptr()
-        return [spec.name for spec in bank.layout.specs if bank.parameters[spec.name].data_ptr() != begin + spec.offset]
+        begin, tensors = stored.block.data_ptr(), bank.parts()
+        return [spec.name for spec in bank.layout.specs if tensors[spec.name].data_ptr() != begin + spec.offset]
 
     def adopt(self, bank: ExpertBank, device: StreamDevice, load: Load = copy_value) -> None:
         """Move a bank's bytes into an arena, page-lock it for `device`, and point the bank's Parameters there.
@@ -112,8 +113,12 @@ class HostStore:
             self._pin(arena, device)
         # Each Parameter's old memory is free before the next one is copied: a bank never exists twice as a whole.
         for name, parameter in bank.parameters.items():
-            load(parameter, views[name])
-            parameter.data = views[name]
+            if is_plain(parameter):
+                load(parameter, views[name])
+            else:
+                for part, tensor in parts(name, parameter).items():
+                    views[part].copy_(tensor)
+            replace_parts(name, parameter, views)
         self._pin(arena, device)
 
     def _pin(self, arena: Arena, device: StreamDevice) -> None:
@@ -178,6 +183,9 @@ def send_parameter(parameter: nn.Parameter, device: torch.device, *, inference: 
 
     `inference`: whether it was made under inference_mode; asked of itself if not given.
     """
+    if not is_plain(parameter):
+        replace_parts("", parameter, {name: tensor.to(device) for name, tensor in parts("", parameter).items()})
+        return
     inference = parameter.is_inference() if inference is None else inference
     # What is made under inference_mode could never be trained or written to again, so nothing else is made there. Whoever was
     # made there keeps no count of versions, and must not hold memory of the other kind.

@@ -1,0 +1,78 @@
+"""What a Parameter is made of. Most are one tensor; a quantized one may be several in a wrapper: values, scales, zero points.
+
+Such a wrapper is a tensor subclass that takes itself apart and puts itself together by torch's own protocol
+(`__tensor_flatten__`, `__tensor_unflatten__`). What travels are its parts, each like a tensor of its own, and around what has
+arrived the same wrapper is put again: so scales can't get apart from the weights that they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from .layout import is_dense
+
+__all__ = ["is_plain", "made_of", "parts", "replace_parts", "unfit"]
+
+
+def is_plain(parameter: torch.Tensor) -> bool:
+    """Whether it is one tensor."""
+    return type(parameter) in (nn.Parameter, torch.Tensor)
+
+
+def parts(name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that it is made of, by their names: its own, or `name.part`."""
+    if is_plain(parameter):
+        return {name: parameter}
+    inner, _ = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
+    return {f"{name}.{part}": getattr(parameter, part) for part in inner}
+
+
+def made_of(name: str, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> nn.Parameter:
+    """A Parameter like this one, made of other tensors, which are named as its parts are.
+
+    Args:
+        name: of the Parameter.
+        parameter: what it is like.
+        tensors: its parts, all of them with as many rows as one another, not necessarily as many as `parameter` has.
+    """
+    if is_plain(parameter):
+        tensor = tensors[name]
+        return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+    inner, context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
+    own = {part: tensors[f"{name}.{part}"].detach() for part in inner}
+    before, after = getattr(parameter, inner[0]), own[inner[0]]
+    rows = after.shape[0] if before.shape[0] == parameter.shape[0] else parameter.shape[0]
+    size = torch.Size((rows, *parameter.shape[1:]))
+    whole = type(parameter).__tensor_unflatten__(own, context, size, parameter.stride())  # type: ignore[attr-defined]
+    return nn.Parameter(whole, requires_grad=False)
+
+
+def replace_parts(name: str, parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Have a Parameter made of these tensors from now on. It stays the same object.
+
+    Raises:
+        RuntimeError: it is a wrapper, and somebody holds a weak reference to it.
+    """
+    if is_plain(parameter):
+        parameter.data = tensors[name]
+    elif any(tensor is not tensors[part] for part, tensor in parts(name, parameter).items()):
+        torch.utils.swap_tensors(parameter, made_of(name, parameter, tensors))  # type: ignore[no-untyped-call]
+
+
+def unfit(name: str, parameter: nn.Parameter) -> str | None:
+    """Why it can't be moved as bytes, if so."""
+    kind = type(parameter.data).__name__
+    if not is_plain(parameter):
+        taken_apart = hasattr(type(parameter), "__tensor_flatten__") and hasattr(type(parameter), "__tensor_unflatten__")
+        # Shards of a tensor know of each other.
+        if not taken_apart or type(parameter).__module__.startswith("torch.distributed"):
+            return f"{name} is a {kind}, a tensor type that can't be taken apart and put together again"
+    for tensor in parts(name, parameter).values():
+        if type(tensor) not in (nn.Parameter, torch.Tensor):
+            return f"{name} is a {kind} around a {type(tensor).__name__}, which can't be moved as bytes"
+        if tensor.layout != torch.strided or tensor.is_quantized or not is_dense(tensor):
+            return f"{name} is not a dense strided tensor"
+    return None

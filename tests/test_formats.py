@@ -1,0 +1,192 @@
+"""Number formats of quantized experts: scales and zero points travel with the weights that they belong to, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+
+from caching import budget, cached
+from formats import FP8, fp8_model, gguf_model, torch_kernels
+from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
+from hf_prefetch.discovery import find_banks
+from hf_prefetch.testing import FakeDevice
+from models import EXPERTS, Snapshot, build, experts_of, prompt
+
+LONG, NEW_TOKENS = 24, 5
+
+
+def outcome(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "max_new_tokens": NEW_TOKENS}
+    output = model.generate(ids, **options)
+    return (output.sequences, *output.logits)
+
+
+def check(model: PreTrainedModel, rows: int, slots: int = 3) -> Any:
+    """The same off, on, again and off, a prompt and tokens after it, and the model as before. Returns what on reported."""
+    ids = prompt(LONG)
+    expected = outcome(model, ids)
+    before = Snapshot.of(model)
+    with cached(model, rows, "cpu", slots=slots) as scheduler:
+        for _ in range(2):
+            assert all(map(torch.equal, outcome(model, ids), expected))
+        report = scheduler.report()
+    before.assert_restored(model)
+    assert all(map(torch.equal, outcome(model, ids), expected))
+    assert report.fallbacks == 0
+    assert report.lookahead_hits > 0
+    assert report.bytes_to_device > 0
+    return report
+
+
+# -- fine-grained fp8 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [0, EXPERTS // 2])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("kind", FP8)
+def test_fp8(kind: str, implementation: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of weights and rows of scales, whatever the size of these: whole banks, single experts, and a cache."""
+    if kind == "static" and implementation != "eager":
+        pytest.skip("transformers takes scales of inputs in eager only")
+    torch_kernels(monkeypatch.setattr)
+    model = fp8_model(kind)
+    model.set_experts_implementation(implementation)
+    bank = find_banks(model).banks[0]
+    assert set(bank.parameters) == {"gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"}
+    report = check(model, rows)
+    assert report.routed_calls + report.cached_calls == 2 * (NEW_TOKENS - 1) * report.banks, "tokens send their experts only"
+    assert (report.cached_calls > 0) == (rows > 0 and implementation != "eager")
+
+
+def test_what_stays_behind_keeps_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of inputs, one an expert, are no part of the bank: a cache, whose rows have other numbers, would mix them up."""
+    torch_kernels(monkeypatch.setattr)
+    model = fp8_model("blocks")
+    model.set_experts_implementation("batched_mm")
+    for module in experts_of(model).values():
+        module.register_buffer("input_scale", torch.ones(EXPERTS))
+    assert check(model, EXPERTS // 2).cached_calls == 0
+
+
+def test_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of bytes are tensors like others. Nothing says that only routed rows are read, so tokens take whole banks."""
+    report = check(gguf_model(monkeypatch.setattr), 0)
+    assert report.routed_calls == 0
+
+
+# -- wrappers around several tensors --------------------------------------------------------------------------------------
+
+
+def quantized(kind: str) -> PreTrainedModel:
+    """A small model whose experts torchao has quantized, as transformers has it do."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torchao = pytest.importorskip("torchao.quantization")
+    config = {"int8": torchao.Int8WeightOnlyConfig, "float8": torchao.Float8WeightOnlyConfig}[kind]()
+    model = build("qwen3_moe", torch.bfloat16)
+    names = {rf"re:.*\.experts\.{name}": config for name in ("gate_up_proj", "down_proj")}
+    torchao.quantize_(model, torchao.FqnToConfig(names), filter_fn=None)
+    return model
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize(("kind", "implementation"), [("int8", "eager"), ("float8", "eager"), ("float8", "grouped_mm")])
+def test_torchao(kind: str, implementation: str, slots: int) -> None:
+    """Values, scales and zero points are rows of the bank; the Parameters stay the objects that they were."""
+    model = quantized(kind)
+    model.set_experts_implementation(implementation)
+    module = next(iter(experts_of(model).values()))
+    parameter, bank = module.gate_up_proj, find_banks(model).banks[0]
+    inner, _ = parameter.__tensor_flatten__()
+    assert [spec.name for spec in bank.layout.specs if "gate_up" in spec.name] == [f"gate_up_proj.{name}" for name in inner]
+    report = check(model, 0, slots)
+    assert report.routed_calls == 2 * (NEW_TOKENS - 1) * report.banks
+    assert report.host_bytes < 0.6 * sum(experts.gate_up_proj.numel() * 3 for experts in experts_of(model).values())
+    assert module.gate_up_proj is parameter
+
+
+def test_a_cache_of_wrapped_rows() -> None:
+    """A wrapper is put around as many rows as the cache has."""
+    model = quantized("float8")
+    model.set_experts_implementation("grouped_mm")
+    assert check(model, EXPERTS // 2).cached_calls > 0
+
+
+def test_wrapped_weights_that_are_loaded_while_enabled() -> None:
+    """What is written into them is what the next call computes with."""
+    model, other, ids = quantized("int8"), quantized("int8"), prompt(LONG)
+    for each in (model, other):
+        each.set_experts_implementation("eager")
+    with torch.no_grad():
+        for module in experts_of(other).values():
+            module.down_proj.qdata.add_(1)
+    expected, second = outcome(model, ids), outcome(other, ids)
+    assert not all(map(torch.equal, expected, second))
+    enable_expert_prefetch(model, device="cpu")
+    assert all(map(torch.equal, outcome(model, ids), expected))
+    model.load_state_dict(other.state_dict())
+    assert all(map(torch.equal, outcome(model, ids), second))
+    disable_expert_prefetch(model)
+    assert all(map(torch.equal, outcome(model, ids), second))
+
+
+class Opaque(torch.Tensor):
+    """A tensor type that keeps to itself what it is made of."""
+
+
+def test_wrappers_that_can_not_be_taken_apart_are_left_where_they_are() -> None:
+    """Said once, with the reason."""
+    model, ids = build("qwen3_moe"), prompt(LONG)
+    module = next(iter(experts_of(model).values()))
+    module.down_proj = nn.Parameter(module.down_proj.detach().as_subclass(Opaque), requires_grad=False)
+    expected = model(ids).logits.detach()
+    with pytest.warns(UserWarning, match="down_proj is a Opaque, a tensor type that can't be taken apart"):
+        enable_expert_prefetch(model, device="cpu")
+    assert torch.equal(torch.Tensor(model(ids).logits.detach()), torch.Tensor(expected))
+    assert model.expert_prefetch.report().banks == len(experts_of(model)) - 1
+    disable_expert_prefetch(model)
+
+
+# -- what can't be --------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_no_parameters_are_refused_with_the_remedy() -> None:
+    """gpt-oss with MXFP4 kernels keeps its weights in tensors of their own."""
+    model = build("gpt_oss")
+    for name in experts_of(model):
+        experts = Mxfp4GptOssExperts(model.config)
+        for own in ("gate_up_proj", "down_proj"):
+            del experts._parameters[own]
+            setattr(experts, own, object())
+        model.set_submodule(name, experts)
+    with pytest.raises(ValueError, match=r"quantization keeps them elsewhere.*dequantize=True") as caught:
+        enable_expert_prefetch(model, device="cpu")
+    assert "dense" not in str(caught.value)
+
+
+def test_a_forward_that_replaces_its_weights_is_told() -> None:
+    """Its next call would find the old ones, and believe that they are the new."""
+    model, ids = build("qwen3_moe"), prompt(LONG)
+    module = next(iter(experts_of(model).values()))
+    own = module.forward
+
+    def rewrites(*args: Any) -> Any:
+        output = own(*args)
+        module.down_proj = nn.Parameter(module.down_proj.transpose(1, 2).contiguous(), requires_grad=False)
+        return output
+
+    module.forward = rewrites
+    device = FakeDevice("lazy")
+    enable_expert_prefetch(model, device=device, expert_cache=budget(model, 4))
+    before = module.down_proj
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"replaced its own weight down_proj.*set_experts_implementation"):
+        model(ids)
+    assert module.down_proj is before
+    disable_expert_prefetch(model)
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
