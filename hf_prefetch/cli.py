@@ -16,9 +16,8 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from .api import enable_expert_prefetch
 from .config import DEFAULT_SLOTS, PrefetchConfig
-from .pretrained import load_model, load_tokenizer
+from .pretrained import load_enabled, load_model, load_tokenizer
 from .streams import stream_device
 
 __all__ = ["app", "main"]
@@ -147,18 +146,8 @@ def generate(
         sys.stdout.reconfigure(errors="replace")
     text = _prompt_text(prompt, prompt_file)
     config, home = _config(prefetch_experts_slots, n_cpu_moe, gpu_memory, expert_cache), stream_device(device)
-    tokenizer, writer = load_tokenizer(model), load_model(model)
-    if config.slots:
-        enable_expert_prefetch(
-            writer,
-            config.slots,
-            device=home,
-            n_cpu_moe=config.n_cpu_moe,
-            gpu_memory=config.gpu_memory,
-            expert_cache=config.expert_cache,
-        )
-    else:
-        writer.to(home.device)
+    tokenizer = load_tokenizer(model)
+    writer = load_enabled(model, config, home) if config.slots else load_model(model).to(home.device)
     inputs = tokenizer(text, return_tensors="pt").to(writer.device)
     print(text, end="", flush=True)
     with _whole_lines():

@@ -11,9 +11,12 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntry
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from .config import PrefetchConfig
 from .demo import demo_model_path
+from .homes import Device
+from .loading import from_pretrained
 
-__all__ = ["DEMO", "load_model", "load_tokenizer"]
+__all__ = ["DEMO", "load_enabled", "load_model", "load_tokenizer"]
 
 # The name of the demonstration model.
 DEMO = "demo"
@@ -30,6 +33,28 @@ def load_model(name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     return _load(name, lambda path: AutoModelForCausalLM.from_pretrained(path, dtype="auto"))
+
+
+def load_enabled(name: str, config: PrefetchConfig, device: Device) -> Any:
+    """The same with prefetching on: what `from_pretrained` gives, read straight to where it stays.
+
+    Raises:
+        FileNotFoundError: as above.
+        ValueError, RuntimeError: as `from_pretrained`.
+    """
+
+    def load(path: str) -> Any:
+        return from_pretrained(
+            path,
+            config.slots,
+            device=device,
+            n_cpu_moe=config.n_cpu_moe,
+            gpu_memory=config.gpu_memory,
+            expert_cache=config.expert_cache,
+            dtype="auto",
+        )
+
+    return _load(name, load)
 
 
 def load_tokenizer(name: str) -> Any:
