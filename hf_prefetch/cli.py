@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from .config import DEFAULT_SLOTS, PrefetchConfig
-from .pretrained import load_enabled, load_model, load_tokenizer
+from .pretrained import files_of, load_enabled, load_model, load_tokenizer
 from .streams import stream_device
 
 __all__ = ["app", "main"]
@@ -184,6 +184,23 @@ def bench(
     print(run)
     if json_file is not None:
         json_file.write_text(json.dumps(run.as_json(model), indent=1) + "\n", encoding="utf-8")
+
+
+@app.command()
+def pack(
+    model: ModelName,
+    verify: Annotated[bool, typer.Option("--verify", help="Pack, unpack and compare; nothing is written.")] = False,
+    device: Device = None,
+) -> None:
+    """Show what lossless packing would make of a model's bfloat16 experts, and prove that every bit comes back."""
+    from .verification import verify as check
+
+    if not verify:
+        raise typer.BadParameter("give --verify: packed checkpoints can't be written yet", param_hint="--verify")
+    found = check(files_of(model), model, stream_device(device).device)
+    print(found)
+    if found.wrong:
+        raise typer.Exit(1)
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:

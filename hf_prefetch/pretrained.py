@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -16,7 +17,7 @@ from .demo import demo_model_path
 from .homes import Device
 from .loading import from_pretrained
 
-__all__ = ["DEMO", "load_enabled", "load_model", "load_tokenizer"]
+__all__ = ["DEMO", "files_of", "load_enabled", "load_model", "load_tokenizer"]
 
 # The name of the demonstration model.
 DEMO = "demo"
@@ -62,6 +63,15 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     return _load(name, AutoTokenizer.from_pretrained)
+
+
+def files_of(name: str) -> Path:
+    """The folder with a model's files, downloaded if they have to be. Raises what `load_model` raises."""
+
+    def folder(path: str) -> Path:
+        return Path(path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+
+    return _load(name, folder)
 
 
 def _load(name: str, load: Callable[[str], Loaded]) -> Loaded:

@@ -26,6 +26,8 @@ class Report:
         banks: expert banks that live in host memory; `resident_banks` are those that stay on the device.
         devices: what they compute on.
         calls: calls of experts modules.
+        idle_banks: banks that no call has asked for: of a part of the model that was not used, or of modules that are called
+            past their forward, whose experts then are on the wrong device.
         lookahead_calls: those big enough for whole banks to be copied ahead.
         routed_calls: those small enough for only the experts in use to be copied.
         cached_calls: those that found their experts in the row caches, or brought them there.
@@ -47,6 +49,7 @@ class Report:
     resident_banks: int
     devices: tuple[str, ...]
     calls: int
+    idle_banks: int
     lookahead_calls: int
     routed_calls: int
     cached_calls: int
@@ -84,11 +87,12 @@ class Report:
         if self.cache_bytes or self.cached_calls:
             cached = f"whose experts stay on the device: {shown(self.cache_bytes)} of caches"
         rate = f", {self.hit_rate:.0%} of those needed were there" if self.cache_hits and self.hit_rate else ""
+        idle = f"; {self.idle_banks:,} were never called" if self.calls and self.idle_banks else ""
         if not self.devices:
             ahead = "nothing to prefetch: all experts stay on the device"
         return [
             ("device", ", ".join(self.devices) or "-", ahead),
-            ("expert banks", f"{self.banks:,}", f"in host memory, {self.resident_banks:,} more stay on the device"),
+            ("expert banks", f"{self.banks:,}", f"in host memory, {self.resident_banks:,} more stay on the device{idle}"),
             ("slots", f"{self.slots}", f"{shown(self.device_bytes)} on the device"),
             ("host memory", shown(self.host_bytes), pinned),
             ("lookahead hits", f"{self.lookahead_hits:,}", of_calls),
@@ -132,6 +136,7 @@ class Counters:
     bytes_to_device: int = 0
     fallbacks: int = 0
     shrunk: bool = False
+    _called: set[int] = field(default_factory=set)
     _stalled: float = 0.0
     _sent_ahead: set[int] = field(default_factory=set)
     _unused: int = 0
@@ -166,9 +171,10 @@ class Counters:
             self._rows[bank] = row_nbytes, RowCounter(device)
         return self._rows[bank][1]
 
-    def count_call(self, path: str, device: StreamDevice, begin: Any, end: Any) -> None:
-        """A call of an experts module took a path; between the two marks, if any, its stream could only wait for experts."""
+    def count_call(self, bank: int, path: str, device: StreamDevice, begin: Any, end: Any) -> None:
+        """A call of a bank's module took a path; between the two marks, if any, its stream could only wait for experts."""
         self.calls += 1
+        self._called.add(bank)
         self.lookahead_calls += path == "lookahead"
         self.routed_calls += path == "routed"
         self.cached_calls += path == "cached"
@@ -186,11 +192,13 @@ class Counters:
             self._marks.popleft()
             self._stalled += seconds
 
-    def report(self, **state: Any) -> Report:
-        """The counters so far, and the state of the scheduler given by name, as one value."""
+    def report(self, banks: int, **state: Any) -> Report:
+        """The counters so far, of so many banks, and the state of the scheduler given by name, as one value."""
         self._read_marks()
         rows = [(nbytes, *counter.totals()) for nbytes, counter in self._rows.values()]
         return Report(
+            banks=banks,
+            idle_banks=banks - len(self._called),
             calls=self.calls,
             lookahead_calls=self.lookahead_calls,
             routed_calls=self.routed_calls,

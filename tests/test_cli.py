@@ -16,6 +16,7 @@ import torch
 
 from hf_prefetch.cli import _streamer, main
 from hf_prefetch.demo import load_demo_model, load_demo_tokenizer
+from hf_prefetch.memory.packing import unpack
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "hf_prefetch"]
@@ -222,3 +223,41 @@ def test_the_first_word_keeps_the_space_before_it(capsys: pytest.CaptureFixture[
         streamer.put(torch.tensor([token]))
     streamer.end()
     assert capsys.readouterr().out == " the beginning.\n"
+
+
+# -- packing ----------------------------------------------------------------------------------------------------------
+
+
+def test_pack_verify(capsys: pytest.CaptureFixture[str]) -> None:
+    """What packing makes of the demonstration model's experts; every bit comes back."""
+    assert main(["pack", "demo", "--verify", *ON_CPU]) == 0
+    printed = capsys.readouterr()
+    rows = {line.split("  ")[0]: line for line in printed.out.splitlines()}
+    assert set(rows) == {"experts", "before", "packed", "escapes", "information", "every bit"}
+    tensors = {key: tensor for key, tensor in load_demo_model().state_dict().items() if ".experts." in key}
+    # The file has a tensor for each expert and projection; gate and up are one in the model.
+    assert f" {3 * sum(tensor.shape[0] for tensor in tensors.values()) // 2} " in rows["experts"]
+    assert " yes " in rows["every bit"]
+    assert printed.err == ""
+    assert printed.out in (ROOT / "docs" / "packing.md").read_text(), "the document shows it"
+
+
+def test_pack_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing to pack, no files, a broken one; and a bit that does not come back is an error."""
+    folder = tmp_path / "model"
+    load_demo_model(torch.float16).save_pretrained(folder)
+    for arguments, code, words in (
+        (["pack", "demo"], 2, "give --verify"),
+        (["pack", str(folder), "--verify"], 1, "no experts in bfloat16 to pack; its experts are float16"),
+    ):
+        assert main([*arguments, *ON_CPU]) == code
+        assert words in complaint(capsys.readouterr().err)
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    assert main(["pack", str(folder), "--verify", *ON_CPU]) == 1
+    assert "truncated" in complaint(capsys.readouterr().err)
+    (folder / "model.safetensors").unlink()
+    assert main(["pack", str(folder), "--verify", *ON_CPU]) == 1
+    assert "no safetensors files" in complaint(capsys.readouterr().err)
+    monkeypatch.setattr("hf_prefetch.verification.unpack", lambda packed: unpack(packed).neg())
+    assert main(["pack", "demo", "--verify", *ON_CPU]) == 1
+    assert "NOT the same in model.layers.0" in capsys.readouterr().out

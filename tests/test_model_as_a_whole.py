@@ -705,6 +705,23 @@ def test_reset_zeroes_what_is_counted_and_not_what_is_held(model: PreTrainedMode
     assert model.expert_prefetch.report().calls == LAYERS
 
 
+def test_banks_that_are_never_called_are_told(model: PreTrainedModel) -> None:
+    """A tower that was not used, or experts that something calls past their forward."""
+    enable_expert_prefetch(model, device=FakeDevice())
+    report = model.expert_prefetch.report()
+    assert report.idle_banks == report.banks
+    assert "never called" not in str(report), "nothing was called yet"
+    with torch.no_grad():
+        model.model.layers[0].mlp(torch.zeros(1, 1, model.config.hidden_size))
+        report = model.expert_prefetch.report()
+        assert report.idle_banks == report.banks - 1
+        assert f"; {report.banks - 1} were never called" in str(report)
+        model(prompt(3))
+    assert model.expert_prefetch.report().idle_banks == 0
+    assert "never called" not in str(model.expert_prefetch.report())
+    disable_expert_prefetch(model)
+
+
 def test_a_report_outlives_its_model(model: PreTrainedModel) -> None:
     enabled_on(model, FakeDevice())
     scheduler = model.expert_prefetch

@@ -132,7 +132,7 @@ class PrefetchScheduler:
         if lane.ring.timeline and begin is not None:
             lane.ring.timeline.add("wait", bank.name, lane.device, begin, end)
             self._computing_since[bank.index] = end
-        self.counters.count_call(path.value, lane.device, begin, end)
+        self.counters.count_call(bank.index, path.value, lane.device, begin, end)
         self._is_leased |= capturing and not self._in_compiled_code
         return handout
 

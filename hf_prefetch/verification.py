@@ -1,0 +1,117 @@
+"""What packing makes of the experts of a checkpoint: bytes, and whether every bit comes back. Reads files, writes none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from .memory.checkpoint import StoredTensor, read_headers
+from .memory.packing import pack, unpack
+from .progress import byte_progress
+from .sizes import shown
+
+__all__ = ["Verification", "verify"]
+
+# A path with `expert` or `experts` in it as a whole word, as checkpoints name what belongs to single experts.
+_EXPERTS = re.compile(r"(^|\.)experts?(\.|$)")
+# Kinds of weights beside which the exponents' information is counted: sign and mantissa.
+_OTHER_BITS = 8.0
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found. Prints as a table.
+
+    Attributes:
+        name: of the checkpoint.
+        tensors: tensors of experts in bfloat16.
+        others: tensors of experts in other formats, which are left as they are.
+        nbytes: bytes of those in bfloat16, and `packed_nbytes` after packing.
+        escapes: weights that are kept whole.
+        bits: of information in a weight, if its exponents are coded without loss one by one.
+        wrong: tensors of which not every bit came back.
+    """
+
+    name: str
+    tensors: int
+    others: int
+    nbytes: int
+    packed_nbytes: int
+    escapes: int
+    bits: float
+    wrong: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Bytes after packing, as a share of those before."""
+        return self.packed_nbytes / self.nbytes
+
+    def __str__(self) -> str:
+        others = f", {self.others:,} more in other formats stay as they are" if self.others else ""
+        same = f"NOT the same in {', '.join(self.wrong[:3])}" if self.wrong else "the same after packing and unpacking"
+        rows = [
+            ("experts", f"{self.tensors:,}", f"tensors in bfloat16 in {self.name}{others}"),
+            ("before", shown(self.nbytes), "16 bits a weight"),
+            ("packed", shown(self.packed_nbytes), f"{self.ratio:.4f} of it, {16 * self.ratio:.2f} bits a weight"),
+            ("escapes", f"{self.escapes:,}", f"weights kept whole, {2e4 * self.escapes / self.nbytes:.2f} of 10,000"),
+            ("information", f"{self.bits:.2f}", "bits a weight: what a code of single exponents could reach"),
+            ("every bit", "no" if self.wrong else "yes", same),
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        return "\n".join(f"{name:<{widths[0]}}  {value:>{widths[1]}}  {meaning}" for name, value, meaning in rows)
+
+
+def verify(folder: Path, name: str, device: torch.device, *, progress: bool | None = None) -> Verification:
+    """Pack and unpack each expert's weights of a checkpoint, one tensor at a time, and compare every bit.
+
+    Args:
+        folder: with safetensors files.
+        name: what to call it.
+        device: where to pack.
+        progress: show a bar over the bytes; None shows it in terminals.
+
+    Raises:
+        FileNotFoundError: there are no safetensors files.
+        ValueError: a file is broken, or there are no experts in bfloat16.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{name} holds no safetensors files")
+    experts = [stored for key, stored in read_headers(files).items() if _EXPERTS.search(key) and len(stored.shape) > 1]
+    suited = [stored for stored in experts if stored.dtype is torch.bfloat16]
+    if not suited:
+        kinds = ", ".join(sorted({str(stored.dtype).removeprefix("torch.") for stored in experts}))
+        raise ValueError(f"{name} has no experts in bfloat16 to pack" + (f"; its experts are {kinds}" if kinds else ""))
+    packed_nbytes, escapes, wrong = 0, 0, []
+    counts = torch.zeros(256, dtype=torch.int64)
+    with byte_progress(sum(stored.nbytes for stored in suited), "experts packed and compared", progress) as bar:
+        for stored, tensor in _tensors(suited):
+            rows = tensor.to(device).reshape(tensor.shape[0] if tensor.dim() == 3 else 1, -1)
+            packed = pack(rows)
+            packed_nbytes += min(packed.nbytes, stored.nbytes)
+            escapes += int(packed.escapes[:, 0].sum())
+            bits = rows.view(torch.int16)
+            counts += torch.bincount((bits.flatten().int() >> 7) & 0xFF, minlength=256).cpu()
+            if not torch.equal(unpack(packed).view(torch.int16), bits):
+                wrong.append(stored.key)
+            bar.update(stored.nbytes)
+    shares = counts[counts > 0].double() / counts.sum()
+    information = _OTHER_BITS - float((shares * shares.log2()).sum())
+    nbytes = sum(stored.nbytes for stored in suited)
+    return Verification(
+        name, len(suited), len(experts) - len(suited), nbytes, packed_nbytes, escapes, information, tuple(wrong)
+    )
+
+
+def _tensors(tensors: list[StoredTensor]) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    """The tensors file by file, each read when it is asked for."""
+    for file in dict.fromkeys(stored.file for stored in tensors):
+        with safe_open(file, framework="pt") as opened:
+            for stored in tensors:
+                if stored.file == file:
+                    yield stored, opened.get_tensor(stored.key)
