@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .bank import ExpertBank
 from .config import DEFAULT_SLOTS, PrefetchConfig
 from .discovery import Discovery, find_banks, one_of_each
 from .ending import end_with
@@ -18,9 +20,11 @@ from .homes import Device, Homes, choose_homes
 from .hooks import ExpertPrefetchHook, announce, attach, detach, hook_of
 from .memory.ledger import Purpose
 from .memory.store import HostStore, Load, copy_value
+from .packed import pack_bank, unpack_bank
 from .placement import DeviceMap, Placement, TakenHooks
 from .progress import byte_progress
 from .scheduling.scheduler import PrefetchScheduler
+from .streams import StreamDevice
 from .undo import Undo
 
 __all__ = ["disable_expert_prefetch", "enable", "enable_expert_prefetch"]
@@ -40,6 +44,7 @@ def enable_expert_prefetch(
     n_cpu_moe: int | None = None,
     gpu_memory: int | str | None = None,
     expert_cache: int | str | float | None = None,
+    pack: bool = False,
     progress: bool | None = None,
 ) -> Model:
     """Keep a model's experts in host memory and send each layer's to the device ahead of use.
@@ -58,6 +63,8 @@ def enable_expert_prefetch(
             many layers as then fit. Leave room beside it for the KV cache and activations.
         expert_cache: device memory in which the experts that decoding uses stay from token to token, in bytes or as "4GiB", or
             as a share of `gpu_memory` such as 0.5, of whose budget it is a part. None is no cache.
+        pack: keep bfloat16 experts packed: in three quarters of their bytes, without the loss of a bit, in host memory and on
+            the way to the device. They are unpacked there for each call, which takes device memory for one layer more.
         progress: show a progress bar while weights are moved; None shows one in terminals and notebooks.
 
     Returns:
@@ -76,7 +83,7 @@ def enable_expert_prefetch(
         3
     """
     config = PrefetchConfig(
-        slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, expert_cache=expert_cache, progress=progress
+        slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, expert_cache=expert_cache, pack=pack, progress=progress
     )
     _check_model(model)
     if config.slots == 0:
@@ -149,6 +156,8 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     which must not keep its model alive.
     """
     undo.add(_forget, model)  # the last step: until then disabling can be called again
+    if config.pack:
+        homes = _pack(homes, config, undo, load)
     banks, store = tuple(homes.host), HostStore()
     taken = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.owners}
     stay = {id(parameter) for bank in banks for parameter in bank.parameters.values()}
@@ -197,6 +206,18 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     undo.add(_detach, scheduler)
     model.__dict__.update({"expert_prefetch": scheduler, _UNDO: undo})
     return scheduler
+
+
+def _pack(homes: Homes, config: PrefetchConfig, undo: Undo, load: Load) -> Homes:
+    """Pack the banks that go to host memory, one after the other: never is more than one of them there twice."""
+    host: dict[ExpertBank, StreamDevice] = {}
+    shown = config.progress if load is copy_value else False
+    with byte_progress(sum(bank.nbytes for bank in homes.host), "experts packed", shown) as bar:
+        for bank, home in homes.host.items():
+            undo.add(unpack_bank, bank)
+            host[pack_bank(bank, home, load)] = home
+            bar.update(bank.nbytes)
+    return replace(homes, host=host)
 
 
 def _forget_compiled_call(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from .forms import is_plain, made_of, parts
+from .forms import is_plain, opened, parts
 from .layout import BankLayout
 
 __all__ = ["ExpertBank"]
@@ -53,6 +53,11 @@ class ExpertBank:
         """Size of the block that travels, in bytes."""
         return self.layout.nbytes
 
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes of its weights as a model computes with them."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters.values())
+
     @cached_property
     def is_plain(self) -> bool:
         """Whether each Parameter is one tensor, as most are."""
@@ -64,11 +69,14 @@ class ExpertBank:
             return dict(self.parameters)
         return {key: part for name, parameter in self.parameters.items() for key, part in parts(name, parameter).items()}
 
-    def dressed(self, tensors: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Parameters made of these tensors, which are named as in the layout; they may have another number of rows."""
+    def dressed(self, tensors: dict[str, nn.Parameter], ids: torch.Tensor | None = None) -> dict[str, nn.Parameter]:
+        """Parameters to compute with, made of these tensors, which are named as in the layout.
+
+        They may have another number of rows. `ids` are those that the call reads, if it says so.
+        """
         if self.is_plain:
             return tensors
-        return {name: made_of(name, parameter, tensors) for name, parameter in self.parameters.items()}
+        return {name: opened(name, parameter, tensors, ids) for name, parameter in self.parameters.items()}
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

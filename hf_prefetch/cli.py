@@ -119,9 +119,17 @@ ExpertCache = Annotated[
 ]
 
 
-def _config(slots: int, n_cpu_moe: int | None, gpu_memory: str | None, expert_cache: str | None) -> PrefetchConfig:
+Pack = Annotated[
+    bool,
+    typer.Option("--pack", help="Keep bfloat16 experts in three quarters of their bytes, without the loss of a bit."),
+]
+
+
+def _config(
+    slots: int, n_cpu_moe: int | None, gpu_memory: str | None, expert_cache: str | None, *, pack: bool = False
+) -> PrefetchConfig:
     with _refusing(ValueError, option="--expert-cache" if expert_cache else None):
-        return PrefetchConfig(slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, expert_cache=expert_cache)
+        return PrefetchConfig(slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, expert_cache=expert_cache, pack=pack)
 
 
 # -- commands -----------------------------------------------------------------------------------------------------------
@@ -138,6 +146,7 @@ def generate(
     n_cpu_moe: NCpuMoe = None,
     gpu_memory: GpuMemory = None,
     expert_cache: ExpertCache = None,
+    pack: Pack = False,
     report: Annotated[bool, typer.Option("--report", help="Print afterwards what prefetching did.")] = False,
 ) -> None:
     """Continue a text, printing it as it is written."""
@@ -145,7 +154,7 @@ def generate(
         # A terminal that can't show a character shows another, rather than losing the text.
         sys.stdout.reconfigure(errors="replace")
     text = _prompt_text(prompt, prompt_file)
-    config, home = _config(prefetch_experts_slots, n_cpu_moe, gpu_memory, expert_cache), stream_device(device)
+    config, home = _config(prefetch_experts_slots, n_cpu_moe, gpu_memory, expert_cache, pack=pack), stream_device(device)
     tokenizer = load_tokenizer(model)
     writer = load_enabled(model, config, home) if config.slots else load_model(model).to(home.device)
     inputs = tokenizer(text, return_tensors="pt").to(writer.device)

@@ -36,10 +36,11 @@ class PrefetchConfig:
         lookahead_gate: a call takes the lookahead path from this many routed ids per expert on. Below it most experts are
             unlikely to be used, so a whole-bank copy doesn't pay. With the default it is only where the choice begins, and what
             calls take decides; any other number is kept to.
+        pack: keep bfloat16 experts in host memory in three quarters of their bytes, and unpack them on the device.
         progress: show a progress bar while weights are moved; None shows one only where somebody would see it.
 
     Raises:
-        TypeError: `slots` is not an integer (a bool or a string is not one), or `progress` is not a bool.
+        TypeError: `slots` is not an integer (a bool or a string is not one), or `pack` or `progress` is not a bool.
         ValueError: a value outside its range; the message says why.
     """
 
@@ -48,6 +49,7 @@ class PrefetchConfig:
     gpu_memory: int | str | None = None
     expert_cache: int | str | float | None = None
     lookahead_gate: int = DEFAULT_GATE
+    pack: bool = False
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -89,6 +91,8 @@ class PrefetchConfig:
                 f"expert_cache ({shown(self.cache_budget)}) is part of gpu_memory ({shown(self.device_budget)}) and must be "
                 "smaller."
             )
+        if not isinstance(self.pack, bool):
+            raise TypeError(f"pack must be True or False, got {self.pack!r}.")
         if self.progress is not None and not isinstance(self.progress, bool):
             raise TypeError(f"progress must be True, False or None, got {self.progress!r}.")
 

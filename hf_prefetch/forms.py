@@ -8,13 +8,14 @@ arrived the same wrapper is put again: so scales can't get apart from the weight
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from .layout import is_dense
 
-__all__ = ["is_plain", "made_of", "parts", "replace_parts", "unfit"]
+__all__ = ["is_plain", "made_of", "opened", "parts", "replace_parts", "unfit"]
 
 
 def is_plain(parameter: torch.Tensor) -> bool:
@@ -41,13 +42,32 @@ def made_of(name: str, parameter: torch.Tensor, tensors: Mapping[str, torch.Tens
     if is_plain(parameter):
         tensor = tensors[name]
         return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
-    inner, context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
-    own = {part: tensors[f"{name}.{part}"].detach() for part in inner}
-    before, after = getattr(parameter, inner[0]), own[inner[0]]
-    rows = after.shape[0] if before.shape[0] == parameter.shape[0] else parameter.shape[0]
-    size = torch.Size((rows, *parameter.shape[1:]))
-    whole = type(parameter).__tensor_unflatten__(own, context, size, parameter.stride())  # type: ignore[attr-defined]
+    inner, context, size = _inner(name, parameter, tensors)
+    whole = type(parameter).__tensor_unflatten__(inner, context, size, parameter.stride())  # type: ignore[attr-defined]
     return nn.Parameter(whole, requires_grad=False)
+
+
+def opened(name: str, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor], ids: torch.Tensor | None) -> nn.Parameter:
+    """The same to compute with, by a call that reads the rows which `ids` names (all, if it is None).
+
+    A type of tensor that can't be computed with as it is has a function `opened`, which makes an ordinary one of it.
+    """
+    open_up = getattr(type(parameter), "opened", None)
+    if open_up is None:
+        return made_of(name, parameter, tensors)
+    inner, _, size = _inner(name, parameter, tensors)
+    return nn.Parameter(open_up(inner, size, ids), requires_grad=False)
+
+
+def _inner(
+    name: str, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], Any, torch.Size]:
+    """Parts by the wrapper's own names, its context, and its size with as many rows as they have."""
+    names, context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {part: tensors[f"{name}.{part}"].detach() for part in names}
+    before, after = getattr(parameter, names[0]), inner[names[0]]
+    rows = after.shape[0] if before.shape[0] == parameter.shape[0] else parameter.shape[0]
+    return inner, context, torch.Size((rows, *parameter.shape[1:]))
 
 
 def replace_parts(name: str, parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -59,7 +79,8 @@ def replace_parts(name: str, parameter: nn.Parameter, tensors: Mapping[str, torc
     if is_plain(parameter):
         parameter.data = tensors[name]
     elif any(tensor is not tensors[part] for part, tensor in parts(name, parameter).items()):
-        torch.utils.swap_tensors(parameter, made_of(name, parameter, tensors))  # type: ignore[no-untyped-call]
+        other = made_of(name, parameter, tensors).requires_grad_(parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 
 def unfit(name: str, parameter: nn.Parameter) -> str | None:

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from .bank import ExpertBank
+from .packed import PackedWeights
 from .scheduling.scheduler import PrefetchScheduler
 
 __all__ = ["guard", "unguard"]
 
-_GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__", "_load_from_state_dict")
+_GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__", "_load_from_state_dict", "_save_to_state_dict")
 
 
 def guard(model: nn.Module, scheduler: PrefetchScheduler, devices: dict[ExpertBank, torch.device]) -> None:
@@ -38,7 +39,8 @@ def guard(model: nn.Module, scheduler: PrefetchScheduler, devices: dict[ExpertBa
         if banks:
             move = _stay(module, set(owned[module]), banks) if module in owned else _check_first(module, banks)
             # `copy` and `pickle` ask the object, not its type, so these may live on the instance.
-            guards = (move, scheduler.__deepcopy__, scheduler.__reduce_ex__, _settle_first(module, scheduler))
+            copies = (scheduler.__deepcopy__, scheduler.__reduce_ex__)
+            guards = (move, *copies, _settle_first(module, scheduler), _save_unpacked(module))
             module.__dict__.update(zip(_GUARDED, guards, strict=True))
 
 
@@ -71,6 +73,21 @@ def _settle_first(module: nn.Module, scheduler: PrefetchScheduler) -> Callable[.
         type(guarded)._load_from_state_dict(guarded, *args, **kwargs)
 
     return load
+
+
+def _save_unpacked(module: nn.Module) -> Callable[..., None]:
+    """A `_save_to_state_dict` that gives ordinary tensors for weights that are kept packed."""
+    inside = weakref.ref(module)
+
+    def save(destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        guarded = _alive(inside)
+        type(guarded)._save_to_state_dict(guarded, destination, prefix, keep_vars)
+        for name in guarded._parameters:
+            value = destination.get(prefix + name)
+            if isinstance(value, PackedWeights):
+                destination[prefix + name] = value.unpacked()
+
+    return save
 
 
 def _stay(module: nn.Module, names: set[str], devices: dict[ExpertBank, torch.device]) -> Callable[..., nn.Module]:

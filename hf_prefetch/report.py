@@ -17,6 +17,10 @@ __all__ = ["Counters", "Report"]
 _UNREAD_MARKS = 512
 
 
+# Less than this share of the weights' bytes are held where they are packed; a bank is aligned, and so takes a little more.
+_PACKED = 0.98
+
+
 @dataclass(frozen=True)
 class Report:
     """What prefetching did. Prints as a table, in a notebook too.
@@ -42,6 +46,7 @@ class Report:
         looks_ahead: whether banks can be sent ahead at all.
         device_bytes: device memory held for slots, and `cache_bytes` for row caches, of `cache_asked`.
         host_bytes: host memory held for banks, and `pinned_bytes` the page-locked part of it.
+        weight_bytes: bytes of those banks' weights, which is more where they are packed.
     """
 
     slots: int
@@ -67,6 +72,7 @@ class Report:
     cache_asked: int
     host_bytes: int
     pinned_bytes: int
+    weight_bytes: int
 
     @property
     def hit_rate(self) -> float | None:
@@ -79,6 +85,8 @@ class Report:
         plain = self.calls - self.lookahead_calls - self.routed_calls - self.cached_calls
         of_calls = f"of {self.lookahead_calls:,} calls of many tokens (prefill)"
         pinned = f"{self.pinned_bytes / self.host_bytes:.0%} of it page-locked" if self.host_bytes else "nothing held"
+        if self.host_bytes and self.host_bytes < _PACKED * self.weight_bytes:
+            pinned += f"; packed, {shown(self.weight_bytes)} of weights"
         copies = f"{self.copies:,} whole banks ({self.unused_copies:,} unused) and single experts"
         ahead = "looks ahead" if self.looks_ahead else "does not look ahead: plain copies"
         cached = "no row cache: expert_cache= gives one" if self.banks else "nothing to cache"

@@ -163,6 +163,17 @@ for bits in (every[: 9 * BLOCK], every[-BLOCK:], normal, normal[:, :5].contiguou
     assert torch.equal(there.view(torch.int16).cpu(), bits), rows.shape
     unpack_rows(packed, beyond[: rows.numel()].view(rows.shape))
     assert set(beyond[rows.numel() :].tolist()) == {3.0}, "something was written beyond the rows"
+    # Rows by their numbers, of which the others may be anything, lists of escapes too.
+    for ids in ([[0]], [[2, 0], [2, 0]], [[5, -1]], [[-3]], [[1] * 300 + [0]])[: 5 if len(rows) > 1 else 1]:
+        named = {min(i, len(rows) - 1) for i in sum(ids, []) if i >= 0}
+        for row in set(range(len(rows))) - named:
+            packed.blocks[row], packed.escapes[row] = 255, 2**62
+        there = torch.full(rows.shape, 7.0, dtype=torch.bfloat16, device=device)
+        unpack_rows(packed, there, torch.tensor(ids, device=device))
+        for row in range(len(rows)):
+            wanted = bits[row].view(torch.bfloat16) if row in named else torch.full_like(rows[row], 7.0)
+            assert torch.equal(there[row].view(torch.int16).cpu(), wanted.view(torch.int16)), (ids, row)
+        packed = pack(rows.to(device))
 print("bits are right")
 """
 

@@ -227,16 +227,16 @@ class Lane:
         """Whether a bank's bytes decide about time, and kernels send its experts, so that nothing waits for the router."""
         return bank.nbytes >= LEAST_MEASURED and self._sender.has_kernels(self._store[bank])
 
-    def hand_out_slot(self, bank: ExpertBank) -> Handout:
-        """Make the compute stream wait for a bank's slot. `use_slot` came before."""
-        return Handout(bank.dressed(self.ring.hold(bank.index, bank.layout)), None, bank.num_experts)
+    def hand_out_slot(self, bank: ExpertBank, ids: torch.Tensor | None = None) -> Handout:
+        """Make the compute stream wait for a bank's slot. `use_slot` came before, with the same ids."""
+        return Handout(bank.dressed(self.ring.hold(bank.index, bank.layout), ids), None, bank.num_experts)
 
     def hand_out_cache(self, bank: ExpertBank, ids: torch.Tensor) -> Handout:
         """Bring what a call uses into the bank's cache; `cache_of` has said that there is one."""
         stored = self._store[bank]
         cache = self.caches.hold(stored)
         rows = self.caches.fetch(stored, ids, self._counter(bank))
-        return Handout(bank.dressed(cache.tensors), rows, cache.table.rows)
+        return Handout(bank.dressed(cache.tensors, rows), rows, cache.table.rows)
 
     def keep_from_slot(self, bank: ExpertBank, ids: torch.Tensor) -> None:
         """A prompt has its whole bank in a slot: keep what it uses most in the bank's cache, at no cost to the link."""

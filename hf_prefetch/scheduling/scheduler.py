@@ -118,11 +118,12 @@ class PrefetchScheduler:
         if path is Path.CACHED and ids is not None:
             handout = lane.hand_out_cache(bank, ids)
         else:
-            lane.use_slot(bank, ids if path is Path.ROUTED else None)
+            routed = ids if path is Path.ROUTED else None
+            lane.use_slot(bank, routed)
             if path is Path.LOOKAHEAD:
                 lane.look_ahead(bank, in_acquire=True)
                 self._ahead_of_use.add(bank.index)
-            handout = lane.hand_out_slot(bank)
+            handout = lane.hand_out_slot(bank, routed)
             if path is not Path.ROUTED and ids is not None and bank.layout.has_rows:
                 lane.keep_from_slot(bank, ids)
                 lane.count_experts(bank, ids)
@@ -223,6 +224,7 @@ class PrefetchScheduler:
                 cache_asked=self.config.cache_budget,
                 host_bytes=ledger.held(Purpose.BANKS),
                 pinned_bytes=ledger.held(Purpose.PINNED),
+                weight_bytes=sum(bank.weight_nbytes for bank in self.banks),
             )
 
     @contextmanager

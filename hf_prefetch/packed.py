@@ -1,0 +1,155 @@
+"""PackedWeights: a stack of matrices that is kept packed, and the banks that are made of such.
+
+While a bank is packed, its Parameters are wrappers around what `memory/packing.py` makes of them: blocks and escapes, each with
+a row for every expert. These travel like the parts of any other wrapper (`forms`), and are unpacked on the device for the call
+that reads them: only the experts that it uses, if it says which these are. Whoever else reads such a Parameter, in host memory,
+gets the weights as they were, unpacked for that one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .bank import ExpertBank
+from .forms import is_plain, parts
+from .layout import BankLayout
+from .memory.packing import PackedRows, pack, unpack
+from .streams import StreamDevice
+
+__all__ = ["PackedWeights", "pack_bank", "unpack_bank"]
+
+# Packing has to leave no more than this share of the bytes, or the weights stay as they are.
+_WORTH_IT = 0.9
+
+Load = Callable[[nn.Parameter, torch.Tensor], None]
+
+
+class PackedWeights(torch.Tensor):
+    """Bfloat16 (experts, ...), contiguous, packed.
+
+    Attributes:
+        blocks, escapes: see `PackedRows`; each expert is a row.
+    """
+
+    blocks: torch.Tensor
+    escapes: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[PackedWeights], blocks: torch.Tensor, escapes: torch.Tensor, size: torch.Size) -> PackedWeights:
+        made: PackedWeights = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bfloat16, device=blocks.device)
+        made.blocks, made.escapes = blocks, escapes
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["blocks", "escapes"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], context: None, size: torch.Size, stride: Any) -> PackedWeights:
+        return PackedWeights(inner["blocks"], inner["escapes"], size)
+
+    @staticmethod
+    def opened(inner: Mapping[str, torch.Tensor], size: torch.Size, ids: torch.Tensor | None) -> torch.Tensor:
+        """The weights as one tensor of this size, for a call that reads the rows which `ids` names, or all.
+
+        The other rows hold anything, and may have come as anything: nothing of them is looked at.
+
+        Ids beyond the last row count as the last: what is computed with it is multiplied with zero, so it must be there.
+        """
+        packed = PackedRows(size[1:].numel(), inner["blocks"], inner["escapes"])
+        whole = torch.empty(size, dtype=torch.bfloat16, device=packed.blocks.device)
+        rows = whole.view(size[0], -1)
+        if whole.is_cuda:
+            from .device.unpacking import unpack_rows
+
+            unpack_rows(packed, rows, ids)
+        elif ids is None:
+            rows.copy_(unpack(packed))
+        else:
+            chosen = ids.flatten().clamp(max=size[0] - 1)
+            chosen = torch.unique(chosen[chosen >= 0])
+            rows[chosen] = unpack(PackedRows(packed.weights, packed.blocks[chosen], packed.escapes[chosen]))
+        return whole
+
+    def unpacked(self) -> torch.Tensor:
+        """The weights as an ordinary tensor."""
+        return PackedWeights.opened({"blocks": self.blocks, "escapes": self.escapes}, self.shape, None)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Pack other values in the place of these.
+
+        Raises:
+            RuntimeError: they have more escapes than there is room for.
+        """
+        packed = pack(values.to(self.blocks.device, torch.bfloat16).reshape(self.shape[0], -1))
+        if packed.escapes.shape[1] > self.escapes.shape[1]:
+            raise RuntimeError(
+                f"These weights can't be written over packed ones: packed, they need room for {packed.escapes.shape[1] - 1} "
+                f"weights that are kept whole, and there is room for {self.escapes.shape[1] - 1}. Call "
+                "disable_expert_prefetch(model), write them, and enable it again."
+            )
+        self.blocks.copy_(packed.blocks)
+        self.escapes.zero_()
+        self.escapes[:, : packed.escapes.shape[1]] = packed.escapes
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return PackedWeights(args[0].blocks, args[0].escapes, args[0].shape)
+        if function is torch.ops.aten.copy_.default and isinstance(args[0], PackedWeights):
+            args[0].write(_plain(args[1]))
+            return args[0]
+        return function(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PackedWeights):
+        return value.unpacked()
+    return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
+    """Pack those Parameters of a bank that get smaller by it. They stay the same objects.
+
+    Args:
+        bank: whose rows are experts; of another one nothing is packed.
+        home: the device that computes with it, which also packs, if it is a GPU.
+        load: writes a Parameter's value to where it goes.
+
+    Returns:
+        The bank with a layout of what travels now.
+    """
+    if not bank.layout.has_rows:
+        return bank
+    for parameter in bank.parameters.values():
+        suited = is_plain(parameter) and parameter.dtype is torch.bfloat16 and parameter.dim() == 3
+        if not suited or not parameter.is_contiguous():
+            continue
+        value = torch.empty(parameter.shape, dtype=torch.bfloat16)
+        load(parameter, value)
+        there = home.device if home.device.type == "cuda" else value.device
+        packed = pack(value.to(there).view(parameter.shape[0], -1))
+        if packed.ratio <= _WORTH_IT:
+            # Where the weights were before is where they go back to; until then they are in host memory.
+            weights = PackedWeights(packed.blocks.to(parameter.device), packed.escapes.to(parameter.device), parameter.shape)
+            _swap(parameter, weights)
+    tensors = {key: part for name, parameter in bank.parameters.items() for key, part in parts(name, parameter).items()}
+    return replace(bank, layout=BankLayout.of(tensors.items()))
+
+
+def unpack_bank(bank: ExpertBank) -> None:
+    """Have ordinary Parameters again, on the devices where they are. Idempotent."""
+    for parameter in bank.parameters.values():
+        if isinstance(parameter, PackedWeights):
+            _swap(parameter, parameter.unpacked())
+
+
+def _swap(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    other = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]

@@ -1,0 +1,207 @@
+"""Experts that are kept packed: the same bits on every way, fewer bytes, and ordinary weights for whoever reads them."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from caching import budget
+from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained
+from hf_prefetch.demo import demo_model_path, load_demo_model
+from hf_prefetch.discovery import find_banks
+from hf_prefetch.packed import PackedWeights
+from hf_prefetch.testing import FakeDevice, RaceChecker
+from models import EXPERTS, Snapshot, build, experts_of, prompt
+
+LONG, NEW_TOKENS = 24, 5
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+
+
+def model_of(
+    family: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16, implementation: str = "batched_mm"
+) -> PreTrainedModel:
+    model = build(family, dtype)
+    model.set_experts_implementation(implementation)
+    return model
+
+
+def outcome(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "max_new_tokens": NEW_TOKENS}
+    output = model.generate(ids, **options)
+    return (output.sequences, *output.logits)
+
+
+def packed_parameters(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if isinstance(parameter, PackedWeights)]
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("rows", [0, EXPERTS // 2])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_same_bits(device: torch.device, family: str, implementation: str, rows: int, slots: int) -> None:
+    """Off, on, again and off: a prompt in whole banks and tokens in rows; gpt-oss has biases, which stay as they are."""
+    model = model_of(family, implementation=implementation).to(device)
+    ids = prompt(LONG, device=device)
+    expected, before = outcome(model, ids), Snapshot.of(model)
+    raw = sum(bank.nbytes for bank in find_banks(model).banks)
+    cache = budget(model, rows) if rows else None
+    enable_expert_prefetch(model, slots, device=device, expert_cache=cache, pack=True, progress=False)
+    assert len(packed_parameters(model)) == 2 * len(experts_of(model))
+    for _ in range(2):
+        assert all(map(torch.equal, outcome(model, ids), expected))
+    report = model.expert_prefetch.report()
+    assert report.lookahead_hits > 0
+    assert report.routed_calls + report.cached_calls == 2 * (NEW_TOKENS - 1) * report.banks
+    assert (report.cached_calls > 0) == (rows > 0 and implementation != "eager")
+    assert report.host_bytes < 0.8 * raw
+    assert report.fallbacks == 0
+    disable_expert_prefetch(model)
+    before.assert_restored(model)
+    assert not packed_parameters(model)
+    assert all(map(torch.equal, outcome(model, ids), expected))
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy", 0, 1])
+@pytest.mark.parametrize("rows", [0, EXPERTS // 2])
+def test_on_adversarial_schedules(rows: int, policy: str | int) -> None:
+    """Unpacking reads slots and caches like any kernel of the compute stream: no wait is missing."""
+    model, ids, device = model_of(), prompt(LONG), FakeDevice(policy)
+    with torch.no_grad():
+        expected = [model(ids).logits, model(ids[:, :1]).logits]
+        enable_expert_prefetch(
+            model, device=device, expert_cache=budget(model, rows) if rows else None, pack=True, progress=False
+        )
+        for _ in range(2):
+            with device.watching():
+                actual = [model(ids).logits, model(ids[:, :1]).logits]
+            assert all(map(torch.equal, actual, expected))
+        disable_expert_prefetch(model)
+        assert all(map(torch.equal, [model(ids).logits, model(ids[:, :1]).logits], expected))
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+    RaceChecker().assert_clean(device.log)
+
+
+@pytest.mark.parametrize("rows", [0, EXPERTS // 2])
+def test_short_prompts_of_every_length(device: torch.device, rows: int) -> None:
+    """With as many ids as there are experts, or more, and still not all of them used: what was not sent is not unpacked."""
+    model = model_of().to(device)
+    with torch.no_grad():
+        prompts = [prompt(length, seed=length, device=device) for length in range(1, 12)]
+        expected = [model(ids).logits for ids in prompts]
+        cache = budget(model, rows) if rows else None
+        enable_expert_prefetch(model, device=device, expert_cache=cache, pack=True, progress=False)
+        for _ in range(3):
+            for ids, logits in zip(prompts, expected, strict=True):
+                # What was there before must not be of use to anybody.
+                for lane in {id(lane): lane for lane in model.expert_prefetch._lane_of.values()}.values():
+                    for slot in lane.ring._slots:
+                        slot.buffer.fill_(255)
+                assert torch.equal(model(ids).logits, logits)
+        assert model.expert_prefetch.report().routed_calls > 0
+        disable_expert_prefetch(model)
+
+
+def test_whoever_reads_a_packed_weight_gets_what_it_was(tmp_path: Any) -> None:
+    """By an operator, in a state dict, in a file; and what is loaded is what computes."""
+    model, other, ids = model_of(), model_of(), prompt(LONG)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    state, second = {name: value.clone() for name, value in model.state_dict().items()}, outcome(other, ids)
+    expected = outcome(model, ids)
+    enable_expert_prefetch(model, device="cpu", pack=True, progress=False)
+    name, parameter = next((name, p) for name, p in model.named_parameters() if isinstance(p, PackedWeights))
+    assert parameter.dtype is torch.bfloat16
+    assert parameter.shape == state[name].shape
+    assert torch.equal(parameter + 0, state[name])
+    assert torch.equal(parameter[2], state[name][2])
+    assert float(parameter.detach().float().sum()) == float(state[name].float().sum())
+    now = model.state_dict()
+    assert list(now) == list(state)
+    assert all(type(value) is torch.Tensor and torch.equal(value, state[key]) for key, value in now.items())
+    model.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in saved.items())
+    assert all(map(torch.equal, outcome(model, ids), expected))
+    model.load_state_dict(other.state_dict())
+    assert all(map(torch.equal, outcome(model, ids), second))
+    disable_expert_prefetch(model)
+    assert all(map(torch.equal, outcome(model, ids), second))
+
+
+def test_loading_straight_from_files() -> None:
+    """`from_pretrained(pack=True)`: the weights of the checkpoint, packed as they are read."""
+    expected = load_demo_model()
+    model = from_pretrained(demo_model_path(), device="cpu", pack=True)
+    assert len(packed_parameters(model)) == 2 * len(experts_of(model))
+    now = model.state_dict()
+    assert all(torch.equal(now[key], value) for key, value in expected.state_dict().items())
+    report = model.expert_prefetch.report()
+    assert report.host_bytes < 0.77 * report.weight_bytes
+    assert "packed" in str(report)
+    ids = prompt(LONG)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+        assert torch.equal(model(ids[:, :3]).logits, expected(ids[:, :3]).logits)
+
+
+def test_weights_that_find_no_room_are_refused() -> None:
+    """Whatever needs more escapes than were counted on; the remedy works."""
+    model, ids = model_of(), prompt(LONG)
+    noise = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, value in noise.items():
+        if ".experts." in name:
+            noise[name] = (torch.randn(value.shape) * 2.0 ** torch.randint(-40, -3, value.shape)).bfloat16()
+    enable_expert_prefetch(model, device="cpu", pack=True, progress=False)
+    with pytest.raises(RuntimeError, match=r"kept whole.*disable_expert_prefetch"):
+        model.load_state_dict(noise)
+    disable_expert_prefetch(model)
+    model.load_state_dict(noise)
+    expected = outcome(model, ids)
+    enable_expert_prefetch(model, device="cpu", pack=True, progress=False)
+    assert not packed_parameters(model), "these would get larger"
+    assert all(map(torch.equal, outcome(model, ids), expected))
+    disable_expert_prefetch(model)
+
+
+def test_only_what_gets_smaller_is_packed() -> None:
+    """float32 stays as it is; so does what stays on the device."""
+    model = model_of(dtype=torch.float32)
+    enable_expert_prefetch(model, device="cpu", pack=True, progress=False)
+    assert not packed_parameters(model)
+    disable_expert_prefetch(model)
+    model = model_of()
+    layers = len(experts_of(model))
+    enable_expert_prefetch(model, device="cpu", n_cpu_moe=2, pack=True, progress=False)
+    assert len(packed_parameters(model)) == 2 * 2 < 2 * layers
+    disable_expert_prefetch(model)
+    assert not packed_parameters(model)
+
+
+def test_parameters_stay_the_objects_that_they_were() -> None:
+    """Also whether they require gradients, and when a model is deleted while it is enabled nothing is left behind."""
+    model, device = model_of(), FakeDevice("lazy")
+    before = [(name, id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()]
+    for _ in range(2):
+        enable_expert_prefetch(model, device=device, pack=True, progress=False)
+        assert [(name, id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()] == before
+    disable_expert_prefetch(model)
+    assert [(name, id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()] == before
+    enable_expert_prefetch(model, device=device, pack=True, progress=False)
+    model(prompt(LONG))
+    del model
+    gc.collect()
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("pack", [1, "yes", None])
+def test_what_is_no_answer_is_refused(pack: Any) -> None:
+    """Before anything is touched."""
+    with pytest.raises(TypeError, match="pack must be True or False"):
+        enable_expert_prefetch(model_of(), device="cpu", pack=pack)
