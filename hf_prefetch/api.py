@@ -64,7 +64,7 @@ def enable_expert_prefetch(
         expert_cache: device memory in which the experts that decoding uses stay from token to token, in bytes or as "4GiB", or
             as a share of `gpu_memory` such as 0.5, of whose budget it is a part. None is no cache.
         pack: keep bfloat16 experts packed: in three quarters of their bytes, without the loss of a bit, in host memory and on
-            the way to the device. They are unpacked there for each call, which takes device memory for one layer more.
+            the way to the device. They are unpacked there for each call, in memory that takes the place of one slot.
         progress: show a progress bar while weights are moved; None shows one in terminals and notebooks.
 
     Returns:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from .forms import is_plain, opened, parts
+from .forms import can_open, is_plain, opened, parts
 from .layout import BankLayout
 
 __all__ = ["ExpertBank"]
@@ -63,6 +63,17 @@ class ExpertBank:
         """Whether each Parameter is one tensor, as most are."""
         return all(map(is_plain, self.parameters.values()))
 
+    @cached_property
+    def opens(self) -> bool:
+        """Whether what is computed with is made anew for each call, so that the memory that it came in is free at once."""
+        plain = sum(self.parameters[name].numel() * self.parameters[name].element_size() for name in self._plain_names)
+        wrapped = (parameter for name, parameter in self.parameters.items() if name not in self._plain_names)
+        return not self.is_plain and all(map(can_open, wrapped)) and plain <= self.nbytes // 16
+
+    @cached_property
+    def _plain_names(self) -> tuple[str, ...]:
+        return tuple(name for name, parameter in self.parameters.items() if is_plain(parameter))
+
     def parts(self) -> dict[str, torch.Tensor]:
         """What the Parameters are made of, named as in the layout."""
         if self.is_plain:
@@ -76,7 +87,11 @@ class ExpertBank:
         """
         if self.is_plain:
             return tensors
-        return {name: opened(name, parameter, tensors, ids) for name, parameter in self.parameters.items()}
+        dressed = {name: opened(name, parameter, tensors, ids) for name, parameter in self.parameters.items()}
+        if self.opens:
+            # Nothing of what is handed out may lie in the memory that these tensors came in.
+            dressed |= {name: nn.Parameter(dressed[name].clone(), requires_grad=False) for name in self._plain_names}
+        return dressed
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from .layout import is_dense
 
-__all__ = ["is_plain", "made_of", "opened", "parts", "replace_parts", "unfit"]
+__all__ = ["can_open", "is_plain", "made_of", "opened", "parts", "replace_parts", "unfit"]
 
 
 def is_plain(parameter: torch.Tensor) -> bool:
@@ -47,16 +47,20 @@ def made_of(name: str, parameter: torch.Tensor, tensors: Mapping[str, torch.Tens
     return nn.Parameter(whole, requires_grad=False)
 
 
+def can_open(parameter: torch.Tensor) -> bool:
+    """Whether it has to be opened: see there."""
+    return hasattr(type(parameter), "opened")
+
+
 def opened(name: str, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor], ids: torch.Tensor | None) -> nn.Parameter:
     """The same to compute with, by a call that reads the rows which `ids` names (all, if it is None).
 
     A type of tensor that can't be computed with as it is has a function `opened`, which makes an ordinary one of it.
     """
-    open_up = getattr(type(parameter), "opened", None)
-    if open_up is None:
+    if not can_open(parameter):
         return made_of(name, parameter, tensors)
     inner, _, size = _inner(name, parameter, tensors)
-    return nn.Parameter(open_up(inner, size, ids), requires_grad=False)
+    return nn.Parameter(type(parameter).opened(inner, size, ids), requires_grad=False)  # type: ignore[attr-defined]
 
 
 def _inner(

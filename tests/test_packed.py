@@ -107,6 +107,23 @@ def test_short_prompts_of_every_length(device: torch.device, rows: int) -> None:
         disable_expert_prefetch(model)
 
 
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_the_memory_of_one_slot_is_what_calls_compute_with(slots: int) -> None:
+    """Slots hold packed banks and are free as soon as these are unpacked, so there is one less; banks still come ahead of use."""
+    model, ids, device = model_of(), prompt(LONG), FakeDevice("lazy")
+    raw = max(bank.nbytes for bank in find_banks(model).banks)
+    with torch.no_grad():
+        expected = model(ids).logits
+        enable_expert_prefetch(model, slots, device=device, pack=True, progress=False)
+        for _ in range(2):
+            with device.watching():
+                assert torch.equal(model(ids).logits, expected)
+    report = model.expert_prefetch.report()
+    assert report.lookahead_hits == 2 * (report.banks - 1)
+    assert device.allocated_bytes < 0.8 * (slots - 1) * raw
+    disable_expert_prefetch(model)
+
+
 def test_whoever_reads_a_packed_weight_gets_what_it_was(tmp_path: Any) -> None:
     """By an operator, in a state dict, in a file; and what is loaded is what computes."""
     model, other, ids = model_of(), model_of(), prompt(LONG)

@@ -101,17 +101,17 @@ def test_bank_i_plus_2_is_sent_while_bank_i_computes(slots: int, expected: list[
 
 
 def test_one_wait_and_one_record_for_each_call_on_the_compute_stream() -> None:
-    """The whole conversation of a steady call with 3 slots: refill what was freed, wait once, compute, free."""
+    """The whole conversation of a steady call with 3 slots: wait once, refill what was freed, compute, free."""
     streaming = Streaming(8, 3, FakeDevice("lazy"))
     streaming.run(range(3))
     before = len(streaming.device.log)
     streaming.use(3)
     log = [f"{entry.kind} {entry.stream}" for entry in streaming.device.log[before:] if entry.kind != "mark"]
     assert log == [
+        "wait compute",
         "wait copy",
         "copy copy",
         "record copy",
-        "wait compute",
         "kernel compute",
         "poison compute",
         "poison compute",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from ..streams import StreamDevice
 from .observer import Observer
 from .plan import LookaheadOrder
 from .policy import LOOKAHEAD, depth_in_acquire, is_small
+from .refusals import raise_no_room, raise_not_warm
 from .replacement import Replacement
 from .residency import cache_rows
 
@@ -62,6 +63,8 @@ class Lane:
         cache_budget: device memory for the row caches, in bytes.
 
     Attributes:
+        slots: how many there are to be.
+        opens: whether a slot is free as soon as a bank has been handed out, since what calls compute with is made of it.
         looks_ahead: whether banks are sent ahead. Ends for good where the slots don't fit.
         announced: whether the next pass was begun by `begin_pass`, so that what lies in the slots was sent for it.
     """
@@ -77,7 +80,9 @@ class Lane:
         cache_budget: int,
     ) -> None:
         self.device = device
-        self.slots = slots
+        # Where calls compute with memory of their own, that takes the place of one slot: none is ever read for long.
+        self.opens = all(bank.opens for bank in banks)
+        self.slots = slots - self.opens
         self.looks_ahead = device.overlaps
         self.announced = False
         self.observer = Observer(device)
@@ -115,7 +120,7 @@ class Lane:
     def look_ahead(self, bank: ExpertBank, *, in_acquire: bool) -> None:
         """Send the banks that are expected after this one, as many as there are slots for at this moment."""
         holds_host = in_acquire and self.device.holds_host(pinned=self._store[bank].is_pinned)
-        depth = depth_in_acquire(self.slots, holds_host=holds_host) if in_acquire else LOOKAHEAD
+        depth = depth_in_acquire(self.slots + self.opens, holds_host=holds_host) if in_acquire else LOOKAHEAD
         expected = self.order.ahead(bank.index, depth)
         for index in expected:
             self.send(self._store.bank(index), ahead=True, keep=(bank.index, *expected))
@@ -172,12 +177,12 @@ class Lane:
         if fill():
             return
         if self.device.is_capturing():
-            _raise_not_warm(bank)
+            raise_not_warm(bank)
         # No slots yet, or a forward holds every one of them (a bank called from within another one).
         try:
             self.ring.grow(len(self.ring) + 1)
         except torch.OutOfMemoryError as error:
-            _raise_no_room(self.device, bank, error)
+            raise_no_room(self.device, bank, error)
         fill()
 
     def wants_rows(self, bank: ExpertBank, routed_ids: int | None, gate: int, *, can_route: bool) -> bool:
@@ -195,7 +200,7 @@ class Lane:
             self._wants_rows[routed_ids] = pays
         return self._wants_rows[routed_ids]
 
-    def count_experts(self, bank: ExpertBank, ids: torch.Tensor) -> None:
+    def _count_experts(self, bank: ExpertBank, ids: torch.Tensor) -> None:
         """A call gets whole banks: see how many of their experts it uses, in case single ones would have been less."""
         if self._is_measured(bank) and self.observer.wants(ids.numel()):
             totals = self._counted.tensor()
@@ -227,9 +232,16 @@ class Lane:
         """Whether a bank's bytes decide about time, and kernels send its experts, so that nothing waits for the router."""
         return bank.nbytes >= LEAST_MEASURED and self._sender.has_kernels(self._store[bank])
 
-    def hand_out_slot(self, bank: ExpertBank, ids: torch.Tensor | None = None) -> Handout:
-        """Make the compute stream wait for a bank's slot. `use_slot` came before, with the same ids."""
-        return Handout(bank.dressed(self.ring.hold(bank.index, bank.layout), ids), None, bank.num_experts)
+    def hand_out_slot(self, bank: ExpertBank, ids: torch.Tensor | None, *, routed: bool) -> Handout:
+        """Make the compute stream wait for a bank's slot; `use_slot` came before, with the ids if the call is routed."""
+        tensors = bank.dressed(self.ring.hold(bank.index, bank.layout), ids if routed else None)
+        if not routed and ids is not None and bank.layout.has_rows:
+            self._keep_from_slot(bank, ids)
+            self._count_experts(bank, ids)
+        if self.opens:
+            # What was handed out is memory of the call's own: the slot that it was made of may be refilled.
+            self.ring.release(bank.index)
+        return Handout(tensors, None, bank.num_experts)
 
     def hand_out_cache(self, bank: ExpertBank, ids: torch.Tensor) -> Handout:
         """Bring what a call uses into the bank's cache; `cache_of` has said that there is one."""
@@ -238,7 +250,7 @@ class Lane:
         rows = self.caches.fetch(stored, ids, self._counter(bank))
         return Handout(bank.dressed(cache.tensors, rows), rows, cache.table.rows)
 
-    def keep_from_slot(self, bank: ExpertBank, ids: torch.Tensor) -> None:
+    def _keep_from_slot(self, bank: ExpertBank, ids: torch.Tensor) -> None:
         """A prompt has its whole bank in a slot: keep what it uses most in the bank's cache, at no cost to the link."""
         if self.cache_of(bank) is not None:
             stored = self._store[bank]
@@ -268,7 +280,7 @@ class Lane:
         """A bank's cache, made now if it is not there; None if there is no room for one, which is said once."""
         wanting = self.caches.of(bank.index) is None and self.caches.rows > 0 and not self.caches.is_full
         if wanting and self.device.is_capturing():
-            _raise_not_warm(bank)
+            raise_not_warm(bank)
         while self.caches.rows > 0:
             cache = self.caches.of(bank.index) if self.caches.is_full else self._prepare(bank)
             if cache is not None or self.caches.is_full:
@@ -336,18 +348,3 @@ class Lane:
 
     def _counter(self, bank: ExpertBank) -> RowCounter:
         return self._counters.rows_of(bank.index, bank.layout.row_nbytes, self.device)
-
-
-def _raise_not_warm(bank: ExpertBank) -> NoReturn:
-    raise RuntimeError(
-        f"A CUDA graph is being captured over the experts of {bank.name}, whose memory on the device is not there yet. Run the "
-        "same step once without capture first, on the same model."
-    )
-
-
-def _raise_no_room(device: StreamDevice, bank: ExpertBank, error: Exception) -> NoReturn:
-    raise torch.OutOfMemoryError(
-        f"{bank.name} needs {bank.nbytes / 2**20:,.0f} MiB on {device.name} for one slot, and there is no room for it. "
-        "Free device memory (a shorter prompt, a smaller batch, an offloaded KV cache, other processes) or run the model on "
-        "another device with enable_expert_prefetch(model, device=...)."
-    ) from error

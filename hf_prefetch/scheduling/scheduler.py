@@ -2,9 +2,9 @@
 
 One call of an experts module, walked:
 
-    acquire(bank)   the bank's copy was enqueued two banks ago; if not, it is enqueued now. The banks after it follow
-                    into the slots that are left. The compute stream waits for the bank's *ready event*: a no-op in
-                    steady state.
+    acquire(bank)   the bank's copy was enqueued two banks ago; if not, it is enqueued now. The compute stream waits for
+                    the bank's *ready event*: a no-op in steady state. The banks after it follow into the slots that
+                    are left.
     (the module's own forward runs, its parameters pointing into the slot)
     release(bank)   the slot's *free event* is recorded, and the slot may be refilled.
 
@@ -118,15 +118,11 @@ class PrefetchScheduler:
         if path is Path.CACHED and ids is not None:
             handout = lane.hand_out_cache(bank, ids)
         else:
-            routed = ids if path is Path.ROUTED else None
-            lane.use_slot(bank, routed)
+            lane.use_slot(bank, ids if path is Path.ROUTED else None)
+            handout = lane.hand_out_slot(bank, ids, routed=path is Path.ROUTED)
             if path is Path.LOOKAHEAD:
                 lane.look_ahead(bank, in_acquire=True)
                 self._ahead_of_use.add(bank.index)
-            handout = lane.hand_out_slot(bank, routed)
-            if path is not Path.ROUTED and ids is not None and bank.layout.has_rows:
-                lane.keep_from_slot(bank, ids)
-                lane.count_experts(bank, ids)
         end = None if capturing else lane.device.mark(lane.device.compute_stream())
         if not capturing:
             lane.note_call(bank, routed_ids, begin, end)
