@@ -109,7 +109,7 @@ def test_short_prompts_of_every_length(device: torch.device, rows: int) -> None:
 
 @pytest.mark.parametrize("slots", [2, 3, 4])
 def test_the_memory_of_one_slot_is_what_calls_compute_with(slots: int) -> None:
-    """Slots hold packed banks and are free as soon as these are unpacked, so there is one less; banks still come ahead of use."""
+    """Slots hold packed banks and are free once these are unpacked, so there is one less; banks still come ahead of use."""
     model, ids, device = model_of(), prompt(LONG), FakeDevice("lazy")
     raw = max(bank.nbytes for bank in find_banks(model).banks)
     with torch.no_grad():
