@@ -56,7 +56,9 @@ def check_names(names: list[str]) -> list[str]:
     for name in names:
         if name not in _ARMS and Way.named(name) is None:
             known = ", ".join(known for known in _ARMS if known != "broken")
-            own = "prefetch-2 to prefetch-4, and with a share in host memory or a budget: prefetch-3@25%, prefetch-3@20GiB"
+            own = (
+                "prefetch-2 to prefetch-4, packed, with a share in host memory, or a budget: prefetch-3+pack, -3@25%, -3@20GiB"
+            )
             raise ValueError(f"there is no arm {name!r}; there are {known}, {own}")
     if len(set(names)) != len(names):
         raise ValueError(f"an arm is named twice: {', '.join(names)}")

@@ -69,6 +69,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=5, help="passes of such a prompt, each way")
     add("--warmups", type=int, default=2, help="passes before those")
     add("--generate", type=int, default=0, help="tokens that the resident model generates, eagerly and compiled; 0 is none")
+    add("--pack", action="store_true", help="keep experts packed")
     add("--device", help="cuda, cpu; the GPU if there is one")
     add("--time-limit", type=float, default=0, help="seconds after which nothing new is started; 0 is none")
     add("--out", type=Path)
@@ -131,9 +132,8 @@ class DecodeBench:
         with self.injected() as injection:
             self.all_arms("resident", injection, None)
             self.subject.place_experts(torch.device("cpu"))
-            enable_expert_prefetch(
-                self.subject.model, slots=bench_decode_report.SLOTS, device=self.device, expert_cache=1, progress=False
-            )
+            options = {"expert_cache": 1, "pack": self.options.pack, "progress": False}
+            enable_expert_prefetch(self.subject.model, bench_decode_report.SLOTS, device=self.device, **options)
             try:
                 self.attempt("gather", self.gather)
                 self.prompts(injection)

@@ -17,15 +17,16 @@ from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 
 __all__ = ["Prefetch", "Way"]
 
-_NAME = re.compile(r"prefetch-([2-4])(?:@(?:(\d+(?:\.\d+)?)%|(\d+(?:\.\d+)? ?[KMGT]i?B)))?")
+_NAME = re.compile(r"prefetch-([2-4])(\+pack)?(?:@(?:(\d+(?:\.\d+)?)%|(\d+(?:\.\d+)? ?[KMGT]i?B)))?")
 
 
 @dataclass(frozen=True)
 class Way:
-    """What the name of an arm says: `prefetch-3`, `prefetch-3@25%` or `prefetch-3@20GiB`.
+    """What the name of an arm says: `prefetch-3`, `prefetch-3+pack`, `prefetch-3@25%` or `prefetch-3@20GiB`.
 
     Attributes:
         slots: device buffers.
+        pack: whether experts are kept packed.
         share: percentage of the layers whose experts are in host memory.
         budget: device memory for weights.
     """
@@ -33,14 +34,15 @@ class Way:
     slots: int
     share: float | None = None
     budget: str | None = None
+    pack: bool = False
 
     @classmethod
     def named(cls, name: str) -> Way | None:
         """The way that a name stands for, if it is such a name."""
         match = _NAME.fullmatch(name)
-        if match is None or float(match[2] or 0) > 100:
+        if match is None or float(match[3] or 0) > 100:
             return None
-        return cls(int(match[1]), None if match[2] is None else float(match[2]), match[3])
+        return cls(int(match[1]), None if match[3] is None else float(match[3]), match[4], pack=match[2] is not None)
 
 
 class Prefetch(Arm):
@@ -56,7 +58,8 @@ class Prefetch(Arm):
     def __init__(self, name: str, subject: Subject, way: Way, *, start: Literal["host", "device"], cap: int | None) -> None:
         super().__init__(name, subject)
         self.way = way
-        self._starts_on_host = way.budget is not None or (way == Way(3) and start == "host")
+        alone = way.slots == 3 and way.share is None
+        self._starts_on_host = way.budget is not None or (alone and start == "host")
         self._cap = cap if way.budget is not None else None
         self.rank = "share" if way.share is not None else "main" if way.slots == 3 or way.budget else "side"
 
@@ -80,6 +83,7 @@ class Prefetch(Arm):
                 device=subject.device,
                 n_cpu_moe=layers,
                 gpu_memory=way.budget,
+                pack=way.pack,
                 progress=False,
             )
             seconds[0] = time.perf_counter() - begin
@@ -95,6 +99,7 @@ class Prefetch(Arm):
             "reserved_bytes": torch.cuda.max_memory_reserved(subject.device) if subject.device.type == "cuda" else None,
             "host_banks": [index for index, name in enumerate(subject.experts) if name in kept],
             "host_bank_bytes": subject.model.expert_prefetch.report().host_bytes,
+            "host_weight_bytes": subject.model.expert_prefetch.report().weight_bytes,
             "held_before_bytes": held,
             "seconds": seconds[0],
             "gb_per_s": sum(subject.bank_bytes.values()) / seconds[0] / 1e9,

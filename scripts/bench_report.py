@@ -18,6 +18,7 @@ MIB, GIB = 2**20, 2**30
 
 CONTRACT = {
     "prefill / lim": 1.02,
+    "packed, prefill / all weights over the link": 0.80,
     "time / what the bytes in host memory allow": 1.05,
     "speed-up over accelerate": 6.5,
     "speed-up over diffusers": 1.25,
@@ -191,7 +192,7 @@ def _point_checks(results: Json, name: str, arm: Json, key: str, point: Json) ->
     resident = results["arms"].get("resident", {}).get("points", {}).get(key, {})
     checks = []
     if point.get("peak_bytes") is not None and resident.get("peak_bytes") is not None:
-        over = point["peak_bytes"] - (resident["peak_bytes"] - host)
+        over = point["peak_bytes"] - (resident["peak_bytes"] - enter.get("host_weight_bytes", host))
         over -= enter["slots"] * model["largest_bank_bytes"] if host else 0
         checks.append(_check("device memory beyond the slots, MiB", name, key, over / MIB, "<="))
     if key == "decode":
@@ -200,7 +201,12 @@ def _point_checks(results: Json, name: str, arm: Json, key: str, point: Json) ->
         checks += _proportion(results, name, key, point, host)
     elif point.get("ratio") is not None and point["tokens"] >= _SHORTEST and resident.get("seconds"):
         checks.append(_check("prefill / lim", name, key, point["ratio"], "<="))
-    if host == model["bank_bytes"]:
+    packed = host < enter.get("host_weight_bytes", host)
+    if packed and point["tokens"] >= _SHORTEST and resident.get("seconds") and "limit_seconds" in results["link"]:
+        raw = enter["host_weight_bytes"] / results["link"]["gb_per_s"] / 1e9
+        if statistics.median(resident["seconds"]) < CONTRACT["packed, prefill / all weights over the link"] * raw:
+            checks.append(_check("packed, prefill / all weights over the link", name, key, point["median"] / raw, "<="))
+    if enter.get("host_weight_bytes", host) == model["bank_bytes"]:
         for rival, check in RIVALS.items():
             other = _median(results, rival, key)
             if other is not None:

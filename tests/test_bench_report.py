@@ -140,6 +140,8 @@ def test_a_cap_is_held_against_what_was_reserved(scripts: Callable[[str], Module
         ("prefetch-3@0%", (3, 0.0, None)),
         ("prefetch-4@12.5%", (4, 12.5, None)),
         ("prefetch-3@20GiB", (3, None, "20GiB")),
+        ("prefetch-3+pack", (3, None, None)),
+        ("prefetch-4+pack@50%", (4, 50.0, None)),
         ("prefetch-3@101%", None),
         ("prefetch-5", None),
         ("prefetch-3@20", None),
@@ -150,3 +152,4 @@ def test_an_arms_name_says_what_it_does(
 ) -> None:
     found = scripts("bench_prefetch").Way.named(name)
     assert (found and (found.slots, found.share, found.budget)) == way
+    assert found is None or found.pack == ("+pack" in name)
