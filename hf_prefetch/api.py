@@ -58,7 +58,8 @@ def enable_expert_prefetch(
             3 is recommended, 2 and 4 work, 0 is off (an enabled model is disabled).
         device: where to compute; the accelerator that torch finds if not given. On a machine without one the same
             machinery runs on the CPU, where it gains nothing.
-        n_cpu_moe: keep the experts of the first `n_cpu_moe` layers in host memory and those of the others on the device.
+        n_cpu_moe: keep the experts of the first `n_cpu_moe` layers that have some in host memory, those of the others on the
+            device.
         gpu_memory: device memory for weights, in bytes or as "20GiB": what is not an expert, the slots, and the experts of as
             many layers as then fit. Leave room beside it for the KV cache and activations.
         expert_cache: device memory in which the experts that decoding uses stay from token to token, in bytes or as "4GiB", or

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -98,7 +99,7 @@ NCpuMoe = Annotated[
     typer.Option(
         "--n-cpu-moe",
         callback=_check_n_cpu_moe,
-        help="Keep the experts of the first N layers in host memory, the others on the device.",
+        help="Keep the experts of the first N layers that have some in host memory, the others on the device.",
     ),
 ]
 GpuMemory = Annotated[
@@ -158,6 +159,8 @@ def generate(
     tokenizer = load_tokenizer(model)
     writer = load_enabled(model, config, home) if config.slots else load_model(model).to(home.device)
     inputs = tokenizer(text, return_tensors="pt").to(writer.device)
+    if not inputs["input_ids"].numel():
+        raise ValueError(f"the tokenizer of {model} makes no tokens of the text; does the folder have the tokenizer's files?")
     print(text, end="", flush=True)
     with _whole_lines():
         streamer = _streamer(tokenizer, inputs["input_ids"][0].tolist())
@@ -188,7 +191,13 @@ def bench(
     if json_file is not None and not json_file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {json_file.parent}", param_hint="--json")
     lengths = sorted({int(word) for word in prompt_lengths.split(",")})
-    run = Bench(load_model(model), config, home, repeats=repeats)
+    subject = load_model(model)
+    most = getattr(subject.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and lengths[-1] + decode_tokens > most:
+        raise typer.BadParameter(
+            f"{model} takes {most:,} tokens at most, prompt and decode together", param_hint="--prompt-lengths"
+        )
+    run = Bench(subject, config, home, repeats=repeats)
     run.run(lengths, decode_tokens, _say)
     print(run)
     if json_file is not None:
@@ -263,7 +272,16 @@ def _say(text: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command with `arguments` (the process's own if None) and return its exit code."""
-    return _one_line_errors(lambda: app(arguments, standalone_mode=False, prog_name="hf-prefetch"))
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return _one_line_errors(lambda: app(arguments, standalone_mode=False, prog_name="hf-prefetch"))
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Ours in a line of its own; others', which are about code that the user doesn't have, not at all."""
+    text = " ".join(str(message).split())
+    if text.startswith("hf_prefetch: ") and sys.stderr is not None:
+        print(("\n" if sys.stdout is not None and sys.stdout.isatty() else "") + text, file=sys.stderr, flush=True)
 
 
 def _one_line_errors(command: Callable[[], object]) -> int:

@@ -26,7 +26,8 @@ class PrefetchConfig:
         slots: device buffers that the expert banks rotate through, each as large as the largest bank. 0 is off;
             2 to 4 work; 3 is recommended. One slot could never be refilled while it is read, so nothing would
             overlap; more than four gain nothing over a lookahead of two.
-        n_cpu_moe: how many of the first layers keep their experts in host memory, the others on the device; None: all.
+        n_cpu_moe: how many of the first layers that have experts keep them in host memory, the others on the device; None:
+            all.
         gpu_memory: device memory for weights (slots, resident experts and everything that is not an expert), in bytes or
             as "20GiB": as many layers as fit keep their experts on the device; None: no layer does. What a run needs
             besides, such as the KV cache, comes on top. At most one of the two can be given.

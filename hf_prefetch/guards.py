@@ -26,21 +26,27 @@ _GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__", "_load_from_state_dict", 
 
 def guard(model: nn.Module, scheduler: PrefetchScheduler, devices: dict[ExpertBank, torch.device]) -> None:
     """Guard a model, its expert banks, and whatever lies in between: a part may be moved as well."""
-    owned: dict[nn.Module, dict[str, ExpertBank]] = {}
+    owned: dict[nn.Module, dict[str, tuple[ExpertBank, str]]] = {}
     for bank in devices:
         for holder in bank.modules:
-            for owner, name, _ in bank.places(holder):
-                owned.setdefault(owner, {})[name] = bank
+            for owner, name, key in bank.places(holder):
+                owned.setdefault(owner, {})[name] = bank, key
     holders = {module: (bank,) for bank in devices for module in bank.modules}
     for module in model.modules():
         banks: dict[ExpertBank, torch.device] = {}
         for inner in module.modules():
-            banks |= {bank: devices[bank] for bank in (*owned.get(inner, {}).values(), *holders.get(inner, ()))}
+            inside = (bank for bank, _ in owned.get(inner, {}).values())
+            banks |= {bank: devices[bank] for bank in (*inside, *holders.get(inner, ()))}
         if banks:
             move = _stay(module, set(owned[module]), banks) if module in owned else _check_first(module, banks)
             # `copy` and `pickle` ask the object, not its type, so these may live on the instance.
             copies = (scheduler.__deepcopy__, scheduler.__reduce_ex__)
-            guards = (move, *copies, _settle_first(module, scheduler), _save_unpacked(module))
+            guards = (
+                move,
+                *copies,
+                _settle_first(module, scheduler),
+                _save_from_host(module, scheduler, owned.get(module, {})),
+            )
             module.__dict__.update(zip(_GUARDED, guards, strict=True))
 
 
@@ -75,17 +81,26 @@ def _settle_first(module: nn.Module, scheduler: PrefetchScheduler) -> Callable[.
     return load
 
 
-def _save_unpacked(module: nn.Module) -> Callable[..., None]:
-    """A `_save_to_state_dict` that gives ordinary tensors for weights that are kept packed."""
+def _save_from_host(
+    module: nn.Module, scheduler: PrefetchScheduler, owned: dict[str, tuple[ExpertBank, str]]
+) -> Callable[..., None]:
+    """A `_save_to_state_dict` that gives what is in host memory, as ordinary tensors.
+
+    While a call is under way the module's own Parameters are what was sent for it: a part of the experts, say. Other threads
+    wait for its end; whoever asks from inside gets the host's all the same.
+    """
     inside = weakref.ref(module)
 
     def save(destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         guarded = _alive(inside)
-        type(guarded)._save_to_state_dict(guarded, destination, prefix, keep_vars)
-        for name in guarded._parameters:
-            value = destination.get(prefix + name)
-            if isinstance(value, PackedWeights):
-                destination[prefix + name] = value.unpacked()
+        with scheduler.lock:
+            type(guarded)._save_to_state_dict(guarded, destination, prefix, keep_vars)
+            for name, (bank, key) in owned.items():
+                value = bank.parameters[key]
+                if isinstance(value, PackedWeights):
+                    destination[prefix + name] = value.unpacked()
+                elif guarded._parameters[name] is not value:
+                    destination[prefix + name] = value if keep_vars else value.detach()
 
     return save
 

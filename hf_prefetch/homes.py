@@ -114,6 +114,8 @@ def _within_budget(
             # A cache that is a share of the budget grows with it.
             share = config.expert_cache if isinstance(config.expert_cache, float) else 0.0
             least = math.ceil((least if share else least + cache) / (1 - share))
+            # Where all of them fit there is nothing to cache, so that is enough in any case.
+            least = min(least, dense + sum(sizes))
             takes, smaller = (f" and {shown(cache)} to expert_cache", ", a smaller expert_cache") if cache else ("", "")
             raise ValueError(
                 f"gpu_memory={shown(budget)} is too little on {home.name}: {shown(dense)} of it go to what is not an expert"

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .bank import ExpertBank
 from .discovery import implementation_of, reads_only_routed_rows, takes_other_ids
-from .ops import register
+from .ops import refuse_export, register
 from .scheduling.scheduler import PrefetchScheduler
 
 __all__ = ["ExpertPrefetchHook", "all_or_nothing", "announce", "attach", "detach", "flatten", "hook_of", "put_on"]
@@ -115,6 +115,8 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
     def _check_weights(self, module: nn.Module) -> None:
         """What is sent to the device is what the store holds: weights that live elsewhere by now would be ignored."""
         for name in list(self.bank.replaced(module)) or self.scheduler.store.strays(self.bank):
+            if torch.compiler.is_exporting():
+                refuse_export()
             raise RuntimeError(
                 f"{self.bank.name}.{name} was replaced after expert prefetching was enabled (a new Parameter or .data, "
                 "load_state_dict(assign=True), a parametrization, a dispatch), or is replaced for this call (PEFT's "

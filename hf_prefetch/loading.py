@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -45,8 +47,8 @@ def from_pretrained(
 
     The model is the one that `enable_expert_prefetch(AutoModelForCausalLM.from_pretrained(...))` gives, weight by weight. It
     gets there faster and in less memory: each layer's experts are read from the safetensors files into the place where they
-    stay, and everything else goes to the device that computes, so that host memory never holds more than the weights and a
-    fraction of a layer. Checkpoints that store experts one by one are merged as transformers does it.
+    stay, and everything else goes to the device that computes, so that host memory never holds more than the weights and
+    one layer. Checkpoints that store experts one by one are merged as transformers does it.
 
     Args:
         pretrained_model_name_or_path: a folder with a checkpoint, or a model on the Hub.
@@ -131,6 +133,9 @@ def _load(name: str | os.PathLike[str], kwargs: dict[str, Any], reader: Reader) 
     except NotDeferrableError as error:
         # Raised where transformers would draw missing weights, after the step.
         return AutoModelForCausalLM.from_pretrained(name, **kwargs), f"it writes to weights while it loads ({error})"
+    except json.JSONDecodeError as error:
+        _explain_json(name, error)
+        raise
     except (ImportError, RuntimeError, ValueError, OSError) as error:
         if step.problem is not None:
             raise step.problem from None
@@ -285,6 +290,13 @@ def _without_transformers_bar() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_tqdm_hook(previous)
+
+
+def _explain_json(name: str | os.PathLike[str], error: json.JSONDecodeError) -> None:
+    """Say which file of a folder is no JSON."""
+    for file in sorted(Path(name).glob("*.json")):
+        if error.doc == file.read_text(encoding="utf-8", errors="replace"):
+            raise ValueError(f"{file} can't be read: it is no JSON ({error}). Download or copy it again.") from error
 
 
 def _method(quantization: Any) -> str:

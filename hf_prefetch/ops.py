@@ -15,11 +15,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
-__all__ = ["Runner", "register"]
+__all__ = ["Runner", "refuse_export", "register"]
 
 
 class Runner(Protocol):
@@ -38,6 +38,14 @@ def register(runner: Runner) -> int:
     number = next(_numbers)
     _runners[number] = runner
     return number
+
+
+def refuse_export() -> NoReturn:
+    """Say why there is no exported program of a model that is enabled."""
+    raise RuntimeError(
+        "torch.export can't take prefetched experts along: what it writes could not find them again. Call "
+        "disable_expert_prefetch(model) first."
+    )
 
 
 @torch.library.custom_op("hf_prefetch::experts", mutates_args=())
@@ -78,8 +86,5 @@ def _(
 ) -> torch.Tensor:
     # Asked for here and not where a hook is traced: there, some versions of torch answer that everything is exported.
     if torch.compiler.is_exporting():
-        raise RuntimeError(
-            "torch.export can't take prefetched experts along: what it writes could not find them again. Call "
-            "disable_expert_prefetch(model) first."
-        )
+        refuse_export()
     return torch.empty_like(hidden, memory_format=torch.contiguous_format)

@@ -16,6 +16,7 @@ from .config import PrefetchConfig
 from .demo import demo_model_path
 from .homes import Device
 from .loading import from_pretrained
+from .memory.checkpoint import read_headers
 
 __all__ = ["DEMO", "files_of", "load_enabled", "load_model", "load_tokenizer"]
 
@@ -33,7 +34,12 @@ def load_model(name: str) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    return _load(name, lambda path: AutoModelForCausalLM.from_pretrained(path, dtype="auto"))
+    def load(path: str) -> Any:
+        # Whatever is broken is named here with its file; transformers' own errors don't.
+        read_headers(sorted(Path(path).glob("*.safetensors")))
+        return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+
+    return _load(name, load)
 
 
 def load_enabled(name: str, config: PrefetchConfig, device: Device) -> Any:
@@ -76,6 +82,8 @@ def files_of(name: str) -> Path:
 
 
 def _load(name: str, load: Callable[[str], Loaded]) -> Loaded:
+    if not name.strip():
+        raise FileNotFoundError("the name of the model is empty")
     path = Path(demo_model_path() if name == DEMO else name).expanduser()
     if path.exists():
         if not (path / "config.json").is_file():

@@ -38,6 +38,7 @@ class Report:
         lookahead_hits: calls whose bank had been sent before it was asked for.
         copies: whole banks sent to the device.
         routed_rows: single experts sent to the device.
+        unused_cache: whether a cache was asked for that some experts can't be read from.
         cache_hits: single experts that calls needed and found in the row caches.
         bytes_to_device: the bytes of both.
         unused_copies: banks that were sent ahead and never asked for.
@@ -70,6 +71,7 @@ class Report:
     device_bytes: int
     cache_bytes: int
     cache_asked: int
+    unused_cache: bool
     host_bytes: int
     pinned_bytes: int
     weight_bytes: int
@@ -91,7 +93,8 @@ class Report:
         ahead = "looks ahead" if self.looks_ahead else "does not look ahead: plain copies"
         cached = "no row cache: expert_cache= gives one" if self.banks else "nothing to cache"
         if self.cache_asked and self.banks:
-            cached = f"expert_cache is {shown(self.cache_asked)}: not used yet, or too small for the experts of one token"
+            why = "needs batched_mm or grouped_mm experts" if self.unused_cache else "or too small for the experts of one token"
+            cached = f"expert_cache is {shown(self.cache_asked)}: not used yet, {why}"
         if self.cache_bytes or self.cached_calls:
             cached = f"whose experts stay on the device: {shown(self.cache_bytes)} of caches"
         rate = f", {self.hit_rate:.0%} of those needed were there" if self.cache_hits and self.hit_rate else ""
@@ -144,6 +147,7 @@ class Counters:
     bytes_to_device: int = 0
     fallbacks: int = 0
     shrunk: bool = False
+    unused_cache: bool = False
     _called: set[int] = field(default_factory=set)
     _stalled: float = 0.0
     _sent_ahead: set[int] = field(default_factory=set)
@@ -153,7 +157,7 @@ class Counters:
 
     def reset(self) -> None:
         """Begin at zero, but for what was sent ahead and not used yet."""
-        fresh = Counters(shrunk=self.shrunk, _sent_ahead=self._sent_ahead, _rows=self._rows)
+        fresh = Counters(shrunk=self.shrunk, unused_cache=self.unused_cache, _sent_ahead=self._sent_ahead, _rows=self._rows)
         for _, counter in self._rows.values():
             counter.reset()
         self.__dict__.update(fresh.__dict__)
@@ -219,5 +223,6 @@ class Counters:
             bytes_to_device=self.bytes_to_device + sum(nbytes * sent for nbytes, _, sent in rows),
             stall_seconds=self._stalled,
             fallbacks=self.fallbacks,
+            unused_cache=self.unused_cache,
             **state,
         )

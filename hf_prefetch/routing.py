@@ -236,10 +236,13 @@ def inject_routing(
         The injection, whose `seek` chooses the next token of the table; None if `source` is a function.
 
     Raises:
+        TypeError: the source is none of these.
         ValueError: the model has no expert banks, or the source does not fit them: here where that shows, else in the call.
         RuntimeError: a call does not show its ids.
     """
     banks = find_banks(model).banks
+    if not isinstance(source, RoutingTrace | torch.Tensor) and not callable(source):
+        raise TypeError(f"ids come from a RoutingTrace, a tensor or a function, not from a {type(source).__name__}")
     if isinstance(source, RoutingTrace):
         _check_names(banks, source)
         source = source.stacked()

@@ -261,3 +261,40 @@ def test_pack_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[s
     monkeypatch.setattr("hf_prefetch.verification.unpack", lambda packed: unpack(packed).neg())
     assert main(["pack", "demo", "--verify", *ON_CPU]) == 1
     assert "NOT the same in model.layers.0" in capsys.readouterr().out
+
+
+# -- found by users ---------------------------------------------------------------------------------------------------
+
+
+def test_a_truncated_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the file and the tensor, whichever command reads it."""
+    load_demo_model().save_pretrained(tmp_path)
+    load_demo_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 5000)
+    for command in (["generate", str(tmp_path), "--prompt", "x"], ["bench", str(tmp_path)]):
+        assert main([*command, *ON_CPU]) == 1
+        assert f"{file} is truncated" in complaint(capsys.readouterr().err)
+
+
+def test_a_folder_without_a_tokenizer_and_prompts_that_are_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before anything runs."""
+    load_demo_model().save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "--prompt", "hi", *ON_CPU]) == 1
+    printed = capsys.readouterr()
+    assert "tokenizer" in complaint(printed.err)
+    assert printed.out == ""
+    assert main(["bench", "demo", "--prompt-lengths", "5000", *ON_CPU]) == 2
+    assert "4,096 tokens at most" in complaint(capsys.readouterr().err)
+    assert main(["generate", "", "--prompt", "hi", *ON_CPU]) == 1
+    assert "name of the model is empty" in complaint(capsys.readouterr().err)
+
+
+def test_a_warning_is_one_line() -> None:
+    """Without a line of the package's source."""
+    code, _, err = finish(
+        start("generate", "demo", "--prompt", "hi", "--max-new-tokens", "2", "--expert-cache", "1KiB", *ON_CPU)
+    )
+    assert code == 0
+    (line,) = [line for line in err.splitlines() if not line.startswith(STAND_IN)]
+    assert line.startswith("hf_prefetch: expert_cache is 1.00 KiB")

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,10 +16,12 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
+from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained
 from hf_prefetch.config import PrefetchConfig
+from hf_prefetch.routing import inject_routing
 from hf_prefetch.testing import FakeDevice
 from models import Snapshot, build, experts_of, prompt
 
@@ -185,3 +188,103 @@ def test_a_share_may_be_a_number_or_a_text(share: float | str) -> None:
     assert PrefetchConfig(gpu_memory="8MiB", expert_cache=share).cache_budget == 4 * 2**20
     with pytest.raises(ValueError, match="gpu_memory, which is not given"):
         PrefetchConfig(expert_cache=share)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_state_dict_that_is_asked_for_inside_a_call(pack: bool) -> None:
+    """The module's own Parameters are in a slot then, where only some of the experts are: the host has them all."""
+    model, ids = build("qwen3_moe", torch.bfloat16), prompt(20)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    enable_expert_prefetch(model, device=FakeDevice("lazy"), pack=pack)
+    seen: list[dict[str, torch.Tensor]] = []
+    module = next(iter(experts_of(model).values()))
+    module.act_fn.register_forward_hook(lambda *_: seen.append(model.state_dict()))
+    with torch.no_grad():
+        for part in (ids, ids[:, :1]):
+            model(part)
+    assert len(seen) >= 2
+    for state in seen:
+        assert list(state) == list(expected)
+        assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+def test_a_state_dict_while_another_thread_generates() -> None:
+    """It waits for a call's end, and is right; so is what is saved from it."""
+    model, ids, stop = build("qwen3_moe", torch.bfloat16), prompt(5), threading.Event()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    enable_expert_prefetch(model, device="cpu")
+
+    def work() -> None:
+        with torch.no_grad():
+            while not stop.is_set():
+                model(ids[:, :1])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(200):
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            assert all(torch.equal(value, expected[name]) for name, value in state.items())
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_cache_that_can_not_be_used_is_said_once_with_the_remedy() -> None:
+    """A bigger one would change nothing; another implementation does."""
+    model, ids = build("qwen3_moe"), prompt(20)
+    model.set_experts_implementation("eager")
+    enable_expert_prefetch(model, device="cpu", expert_cache="400KiB")
+    with warnings.catch_warnings(record=True) as told, torch.no_grad():
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(ids[:, :1])
+        assert len(told) == 1
+        assert "set_experts_implementation('batched_mm')" in str(told[0].message)
+        assert "needs batched_mm or grouped_mm" in str(model.expert_prefetch.report())
+        model.set_experts_implementation("batched_mm")
+        model(ids[:, :1])
+    assert model.expert_prefetch.report().cached_calls == 7
+    assert len(told) == 1
+
+
+def test_one_timeline_at_a_time() -> None:
+    """A second one would end the first without a word."""
+    model, ids = build("qwen3_moe"), prompt(20)
+    enable_expert_prefetch(model, device="cpu")
+    scheduler = model.expert_prefetch
+    with torch.no_grad(), scheduler.timeline() as timeline:
+        model(ids)
+        with pytest.raises(RuntimeError, match="recorded already"), scheduler.timeline():
+            pass
+        model(ids)
+    assert sum(span.kind == "compute" for span in timeline.spans()) == 14
+    with scheduler.timeline():
+        pass
+
+
+def test_ids_from_nowhere_are_refused_at_once() -> None:
+    """And not in the middle of a forward."""
+    with pytest.raises(TypeError, match="not from a dict"), inject_routing(build("qwen3_moe"), {}):
+        pass
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    """And not another one, whose shape is right."""
+    build("qwen3_moe").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.2.mlp.experts.3.gate_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"experts\.0\.gate_proj.*missing for 3") as caught:
+        from_pretrained(tmp_path, device="cpu")
+    assert "layers.2" in str(caught.value)
+
+
+def test_an_index_that_is_no_json_is_named(tmp_path: Path) -> None:
+    """transformers says only where in it."""
+    build("qwen3_moe").save_pretrained(tmp_path, max_shard_size="300KB")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{ broken")
+    with pytest.raises(ValueError, match=re.escape(str(index))):
+        from_pretrained(tmp_path, device="cpu")

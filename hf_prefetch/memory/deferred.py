@@ -8,8 +8,9 @@ the time.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -186,11 +187,21 @@ def _join(func: Callable[..., torch.Tensor], tensors: Any, dim: int = 0, **kwarg
     return Deferred.of(looks, Joined(tuple(tensor.recipe for tensor in deferred), dim, sizes), deferred[0].materialize)
 
 
+def _missing_one(few: Sequence[StoredTensor], many: Sequence[StoredTensor]) -> str:
+    """Of two kinds of tensors one is there for fewer experts."""
+    numbers = [{found[-1] for stored in part if (found := re.findall(r"\d+", stored.key))} for part in (few, many)]
+    missing = sorted(numbers[1] - numbers[0], key=int)
+    which = f"; it is missing for {', '.join(missing[:4])}{' and others' if missing[4:] else ''}" if missing else ""
+    return f"there are {len(many)} tensors such as {many[0]}, but {len(few)} such as {few[0]}{which}"
+
+
 def _odd_one(tensors: list[Deferred]) -> str:
     """Which of tensors that should go together doesn't fit the others."""
     (usual, _), *_ = Counter(tensor.shape for tensor in tensors).most_common()
     odd = next(tensor for tensor in tensors if tensor.shape != usual)
     fits = next(tensor for tensor in tensors if tensor.shape == usual)
+    if len(odd.stored_tensors) != len(fits.stored_tensors):
+        return _missing_one(*sorted((odd.stored_tensors, fits.stored_tensors), key=len))
     return (
         f"{odd.stored_tensors[0]} has shape {tuple(odd.shape)}, which does not go together with {fits.stored_tensors[0]} "
         f"of shape {tuple(fits.shape)}."

@@ -18,12 +18,11 @@ from ..device.slots import SlotRing
 from ..memory.ledger import Purpose
 from ..memory.store import HostStore
 from ..report import Counters
-from ..sizes import at_least, shown
 from ..streams import StreamDevice
 from .observer import Observer
 from .plan import LookaheadOrder
 from .policy import LOOKAHEAD, depth_in_acquire, is_small
-from .refusals import raise_no_room, raise_not_warm
+from .refusals import raise_no_room, raise_not_warm, warn_no_cache, warn_small_cache
 from .replacement import Replacement
 from .residency import cache_rows
 
@@ -267,14 +266,18 @@ class Lane:
             return
         least = self._cache_budget if self._row_nbytes == 0 else needed * self._row_nbytes
         if not self._counters.shrunk:
-            warnings.warn(
-                f"hf_prefetch: expert_cache is {shown(self._cache_budget)}, enough for {self.caches.rows} experts a layer, and "
-                f"a token uses {needed}: it is not used. Give at least {at_least(least)}; half of all experts is a good size.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn_small_cache(self._cache_budget, self.caches.rows, needed, least)
         self._cache_budget = 0
         self.caches.rows = 0
+
+    def say_no_cache(self, bank: ExpertBank) -> None:
+        """Experts that can't be given other ids can't be read from a cache. Say it once, if somebody has asked for one.
+
+        One that a prompt has filled gives them what it has, at least.
+        """
+        if self.caches.rows > 0 and self.caches.of(bank.index) is None and not self._counters.unused_cache:
+            self._counters.unused_cache = True
+            warn_no_cache(bank)
 
     def cache_of(self, bank: ExpertBank) -> RowCache | None:
         """A bank's cache, made now if it is not there; None if there is no room for one, which is said once."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NoReturn
 
 import torch
 
 from ..bank import ExpertBank
+from ..sizes import at_least, shown
 from ..streams import StreamDevice
 
-__all__ = ["raise_no_room", "raise_not_warm"]
+__all__ = ["raise_no_room", "raise_not_warm", "warn_no_cache", "warn_small_cache"]
 
 
 def raise_not_warm(bank: ExpertBank) -> NoReturn:
@@ -27,3 +29,24 @@ def raise_no_room(device: StreamDevice, bank: ExpertBank, error: Exception) -> N
         "Free device memory (a shorter prompt, a smaller batch, an offloaded KV cache, other processes) or run the model on "
         "another device with enable_expert_prefetch(model, device=...)."
     ) from error
+
+
+def warn_small_cache(budget: int, rows: int, needed: int, least: int) -> None:
+    """A budget that is enough for `rows` experts of each layer, where a token uses `needed`; `least` would do."""
+    warnings.warn(
+        f"hf_prefetch: expert_cache is {shown(budget)}, enough for {rows} experts a layer, and a token uses {needed}: it is "
+        f"not used. Give at least {at_least(least)}; half of all experts is a good size.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def warn_no_cache(bank: ExpertBank) -> None:
+    """Experts that can't be given other ids can't be read from a cache."""
+    warnings.warn(
+        f"hf_prefetch: expert_cache is not used for {bank.name}: only experts that transformers runs as batched_mm or "
+        "grouped_mm can be read from a cache. Call model.set_experts_implementation('batched_mm'), if the model has it, or "
+        "leave expert_cache out.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

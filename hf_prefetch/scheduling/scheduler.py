@@ -185,6 +185,8 @@ class PrefetchScheduler:
         )
         if path is Path.CACHED and lane.cache_of(bank) is None:
             return Path.ROUTED
+        if path is not Path.CACHED and not remaps and routed_ids is not None and not self.counters.cached_calls:
+            lane.say_no_cache(bank)
         if path is Path.LOOKAHEAD and not lane.has_slots():
             return Path.PLAIN
         return path
@@ -225,8 +227,14 @@ class PrefetchScheduler:
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
-        """Record when each bank is copied, waited for and computed with, while the block runs."""
+        """Record when each bank is copied, waited for and computed with, while the block runs.
+
+        Raises:
+            RuntimeError: a timeline is being recorded already.
+        """
         timeline, rings = Timeline(), [lane.ring for lane in self._lane_of.values()]
+        if any(ring.timeline is not None for ring in rings):
+            raise RuntimeError("A timeline of this model is being recorded already: one block can't be inside another.")
         for ring in rings:
             ring.timeline = timeline
         try:
