@@ -182,7 +182,8 @@ def decode_line(results: Json) -> str:
     times = {name: number(1e3 * arms[name]["graph"]["mean"], 1, " ms") for name in ("resident", "no cache")}
     eager = number(1e3 * arms["resident"]["eager"]["mean"], 0, " ms")
     return (
-        f"A decoded token as a CUDA graph, {model['layers']} layers of {model['name']}, calibrated routing: all on the GPU "
+        f"A decoded token as a CUDA graph, {model['layers']} layers of {model['name']}, with routing "
+        "in which all experts are in use: all on the GPU "
         f"{times['resident']}, from host memory without a cache {times['no cache']}, **with half of the experts in a row cache "
         f"{number(1e3 * half['graph']['mean'], 1, ' ms')}** ({number(100 * half['graph']['hit_rate'], 0)}% of the experts were "
         f"there). Step by step from Python everything on the GPU takes {eager}."
