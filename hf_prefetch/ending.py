@@ -8,8 +8,10 @@ looked at again when the next collection is over.
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -21,6 +23,8 @@ __all__ = ["end_with"]
 
 # Seconds that an exiting interpreter waits for a thread that is inside an experts module.
 _PATIENCE = 5.0
+# Seconds after which a finalizer is surely over.
+_MOMENT = 0.05
 
 
 def end_with(model: nn.Module, scheduler: PrefetchScheduler) -> weakref.finalize[..., Any]:
@@ -41,7 +45,18 @@ def _end(scheduler: PrefetchScheduler, model: weakref.ref[nn.Module], owner: int
     elif scheduler.is_capturing():
         _Later(scheduler)
     else:
+        _close(scheduler)
+
+
+def _close(scheduler: PrefetchScheduler) -> None:
+    """Close it to the end. Nobody above a finalizer sees a Ctrl-C that comes in it: it comes again when that is over."""
+    try:
         scheduler.close()
+    except KeyboardInterrupt:
+        scheduler.close()
+        again = threading.Timer(_MOMENT, _thread.interrupt_main)
+        again.daemon = True
+        again.start()
 
 
 class _Later:
@@ -54,4 +69,4 @@ class _Later:
     def __call__(self, phase: str, info: dict[str, int]) -> None:
         if phase == "stop" and not self._scheduler.is_capturing():
             gc.callbacks.remove(self)
-            self._scheduler.close()
+            _close(self._scheduler)

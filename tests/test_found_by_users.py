@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -288,3 +289,24 @@ def test_an_index_that_is_no_json_is_named(tmp_path: Path) -> None:
     index.write_text("{ broken")
     with pytest.raises(ValueError, match=re.escape(str(index))):
         from_pretrained(tmp_path, device="cpu")
+
+
+def test_an_interrupt_of_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python only prints what a finalizer raises. What is left to do is done, and the interrupt comes a moment later."""
+    model, device = build("qwen3_moe"), FakeDevice("lazy")
+    enable_expert_prefetch(model, device=device)
+    model(prompt(20))
+    ring, interrupts = model.expert_prefetch._lane_of[model.expert_prefetch.banks[0]].ring, iter([KeyboardInterrupt])
+    settle = ring.settle
+
+    def interrupted() -> None:
+        for interrupt in interrupts:
+            raise interrupt
+        settle()
+
+    monkeypatch.setattr(ring, "settle", interrupted)
+    del model
+    gc.collect()
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(5)
