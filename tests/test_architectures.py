@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -19,6 +20,8 @@ from transformers import PreTrainedModel
 
 import architectures
 from architectures import ARCHITECTURES, logits_of, run
+from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
+from hf_prefetch.discovery import find_banks
 from models import Snapshot, prefetching
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -128,6 +131,31 @@ def test_tokens_send_the_experts_that_they_use(device: torch.device, name: str) 
         counted = report()
     assert counted.routed_calls > 0
     assert counted.calls == counted.lookahead_calls + counted.routed_calls
+
+
+@pytest.mark.parametrize("name", cases(_GENERATING, REFUSED))
+def test_same_bits_from_a_cache_of_packed_experts(device: torch.device, name: str) -> None:
+    """With half of the experts in a row cache, in bfloat16, and packed; those that can't be cached send whole banks."""
+    model = model_of(name, torch.bfloat16, device)
+    if "batched_mm" in implementations_of(model):
+        model.set_experts_implementation("batched_mm")
+    with skipping_what_does_not_run(name):
+        expected = run(name, model)
+    before, banks = Snapshot.of(model), find_banks(model).banks
+    rows = [-(-bank.num_experts // 2) * bank.layout.row_nbytes for bank in banks if bank.layout.has_rows]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        enable_expert_prefetch(model, device=device, expert_cache=sum(rows) or None, pack=True, progress=False)
+        for _ in range(2):
+            assert run(name, model).equals(expected)
+    counted = model.expert_prefetch.report()
+    disable_expert_prefetch(model)
+    before.assert_restored(model)
+    assert counted.fallbacks == 0
+    if name not in WHOLE_BANKS and "batched_mm" in implementations_of(model):
+        assert counted.cached_calls > 0
+        assert counted.cache_hits > 0
+    assert run(name, model).equals(expected)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
