@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,6 +65,11 @@ class ExpertBank:
         return all(map(is_plain, self.parameters.values()))
 
     @cached_property
+    def has_packed(self) -> bool:
+        """Whether some of what travels has to be opened before anything computes with it."""
+        return any(map(can_open, self.parameters.values()))
+
+    @cached_property
     def opens(self) -> bool:
         """Whether what is computed with is made anew for each call, so that the memory that it came in is free at once."""
         plain = sum(self.parameters[name].numel() * self.parameters[name].element_size() for name in self._plain_names)
@@ -80,14 +86,14 @@ class ExpertBank:
             return dict(self.parameters)
         return {key: part for name, parameter in self.parameters.items() for key, part in parts(name, parameter).items()}
 
-    def dressed(self, tensors: dict[str, nn.Parameter], ids: torch.Tensor | None = None) -> dict[str, nn.Parameter]:
+    def dressed(self, tensors: dict[str, nn.Parameter], found: Any = None) -> dict[str, nn.Parameter]:
         """Parameters to compute with, made of these tensors, which are named as in the layout.
 
-        They may have another number of rows. `ids` are those that the call reads, if it says so.
+        They may have another number of rows. `found` are those that the call reads (an `Assignment`), if it says so.
         """
         if self.is_plain:
             return tensors
-        dressed = {name: opened(name, parameter, tensors, ids) for name, parameter in self.parameters.items()}
+        dressed = {name: opened(name, parameter, tensors, found) for name, parameter in self.parameters.items()}
         if self.opens:
             # Nothing of what is handed out may lie in the memory that these tensors came in.
             dressed |= {name: nn.Parameter(dressed[name].clone(), requires_grad=False) for name in self._plain_names}

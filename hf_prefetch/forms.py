@@ -52,15 +52,15 @@ def can_open(parameter: torch.Tensor) -> bool:
     return hasattr(type(parameter), "opened")
 
 
-def opened(name: str, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor], ids: torch.Tensor | None) -> nn.Parameter:
-    """The same to compute with, by a call that reads the rows which `ids` names (all, if it is None).
+def opened(name: str, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor], found: Any) -> nn.Parameter:
+    """The same to compute with, by a call that reads the rows that were found (an `Assignment`), or all, if it is None.
 
     A type of tensor that can't be computed with as it is has a function `opened`, which makes an ordinary one of it.
     """
     if not can_open(parameter):
         return made_of(name, parameter, tensors)
     inner, _, size = _inner(name, parameter, tensors)
-    return nn.Parameter(type(parameter).opened(inner, size, ids), requires_grad=False)  # type: ignore[attr-defined]
+    return nn.Parameter(type(parameter).opened(inner, size, found), requires_grad=False)  # type: ignore[attr-defined]
 
 
 def _inner(

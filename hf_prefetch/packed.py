@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .bank import ExpertBank
+from .device.table import Assignment
 from .forms import is_plain, parts
 from .layout import BankLayout
 from .memory.packing import PackedRows, pack, unpack
@@ -53,12 +54,10 @@ class PackedWeights(torch.Tensor):
         return PackedWeights(inner["blocks"], inner["escapes"], size)
 
     @staticmethod
-    def opened(inner: Mapping[str, torch.Tensor], size: torch.Size, ids: torch.Tensor | None) -> torch.Tensor:
-        """The weights as one tensor of this size, for a call that reads the rows which `ids` names, or all.
+    def opened(inner: Mapping[str, torch.Tensor], size: torch.Size, found: Assignment | None) -> torch.Tensor:
+        """The weights as one tensor of this size, for a call that reads the rows that were found, or all.
 
         The other rows hold anything, and may have come as anything: nothing of them is looked at.
-
-        Ids beyond the last row count as the last: what is computed with it is multiplied with zero, so it must be there.
         """
         packed = PackedRows(size[1:].numel(), inner["blocks"], inner["escapes"])
         whole = torch.empty(size, dtype=torch.bfloat16, device=packed.blocks.device)
@@ -66,12 +65,11 @@ class PackedWeights(torch.Tensor):
         if whole.is_cuda:
             from .device.unpacking import unpack_rows
 
-            unpack_rows(packed, rows, ids)
-        elif ids is None:
+            unpack_rows(packed, rows, found)
+        elif found is None:
             rows.copy_(unpack(packed))
         else:
-            chosen = ids.flatten().clamp(max=size[0] - 1)
-            chosen = torch.unique(chosen[chosen >= 0])
+            chosen = torch.tensor([row for row, _ in found.moves()], dtype=torch.int64)
             rows[chosen] = unpack(PackedRows(packed.weights, packed.blocks[chosen], packed.escapes[chosen]))
         return whole
 

@@ -107,6 +107,28 @@ def test_short_prompts_of_every_length(device: torch.device, rows: int) -> None:
         disable_expert_prefetch(model)
 
 
+@pytest.mark.parametrize("rows", [0, EXPERTS // 2])
+def test_banks_that_are_packed_in_part(rows: int) -> None:
+    """A weight that would get larger stays as it is, beside one that is packed: slots are read while calls compute."""
+    model, device = model_of(), FakeDevice("lazy")
+    for module in experts_of(model).values():
+        noise = torch.randn(module.down_proj.shape) * 2.0 ** torch.randint(-40, -3, module.down_proj.shape)
+        module.down_proj.data = noise.bfloat16()
+    with torch.no_grad():
+        prompts = [prompt(length, seed=length) for length in (1, 4, 7, LONG, 2, LONG)]
+        expected = [model(ids).logits for ids in prompts]
+        cache = budget(model, rows) if rows else None
+        enable_expert_prefetch(model, device=device, expert_cache=cache, pack=True, progress=False)
+        assert all(name.endswith("gate_up_proj") for name in packed_parameters(model))
+        assert len(packed_parameters(model)) == len(experts_of(model))
+        for ids, logits in zip(prompts, expected, strict=True):
+            with device.watching():
+                assert torch.equal(model(ids).logits, logits)
+        disable_expert_prefetch(model)
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+    RaceChecker().assert_clean(device.log)
+
+
 @pytest.mark.parametrize("slots", [2, 3, 4])
 def test_the_memory_of_one_slot_is_what_calls_compute_with(slots: int) -> None:
     """Slots hold packed banks and are free once these are unpacked, so there is one less; banks still come ahead of use."""

@@ -146,6 +146,7 @@ def test_the_table_of_candidates_is_current(monkeypatch: pytest.MonkeyPatch) -> 
 
 KERNEL_CHECK = """
 import sys, torch
+from hf_prefetch.device.table import Assignment
 from hf_prefetch.device.unpacking import unpack_rows
 from hf_prefetch.memory.packing import BLOCK, pack
 device = torch.device(sys.argv[1])
@@ -169,7 +170,9 @@ for bits in (every[: 9 * BLOCK], every[-BLOCK:], normal, normal[:, :5].contiguou
         for row in set(range(len(rows))) - named:
             packed.blocks[row], packed.escapes[row] = 255, 2**62
         there = torch.full(rows.shape, 7.0, dtype=torch.bfloat16, device=device)
-        unpack_rows(packed, there, torch.tensor(ids, device=device))
+        lists = [len(named), *sorted(named), *[2**40] * len(named)]
+        found = Assignment(torch.tensor(ids), max(len(named), 1), torch.tensor(lists + [7, 7], device=device))
+        unpack_rows(packed, there, found)
         for row in range(len(rows)):
             wanted = bits[row].view(torch.bfloat16) if row in named else torch.full_like(rows[row], 7.0)
             assert torch.equal(there[row].view(torch.int16).cpu(), wanted.view(torch.int16)), (ids, row)

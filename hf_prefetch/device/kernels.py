@@ -190,18 +190,20 @@ def assign_rows(table: RowTable, ids: torch.Tensor, totals: torch.Tensor) -> Ass
     return Assignment(new_ids.view(ids.shape), most, lists)
 
 
-def list_experts(ids: torch.Tensor, experts: int, table: RowTable | None, totals: torch.Tensor) -> Assignment:
+def list_experts(ids: torch.Tensor, experts: int, table: RowTable | None, totals: torch.Tensor | None) -> Assignment:
     """The distinct experts among `ids`, each with its row in a cache or -1; the ids stay as they are.
 
     Args:
         ids: int64 on a GPU, in any shape.
         experts: how many there are.
         table: of the bank's cache, if it has one.
-        totals: as above.
+        totals: as above; None if nobody wants to know.
     """
     flat = ids.reshape(-1)
     most = min(flat.numel(), experts)
-    lists = torch.empty(2 * most + 1, dtype=torch.int64, device=ids.device)
+    lists = torch.empty(2 * most + 3, dtype=torch.int64, device=ids.device)
+    lists, rest = lists[: 2 * most + 1], lists[2 * most + 1 :]
+    totals = rest if totals is None else totals
     _list[(1,)](
         flat, lists, most, totals, lists if table is None else table.expert_of, flat.numel(), experts,
         0 if table is None else table.rows, PADDED=_padded(experts), CHUNK=_CHUNK, num_warps=8,

@@ -113,6 +113,17 @@ class RowSender:
                     slot[place].copy_(rows[_place(there, places[expert])])
         counter.add(len(chosen), sum(places[expert] < 0 for expert in chosen))
 
+    def distinct(self, ids: torch.Tensor, rows: int) -> Assignment:
+        """The rows that `ids` names, each once, as a list; ids beyond the last row count as that, negative ones as none."""
+        if ids.is_cuda and _triton_is_there():
+            from .kernels import list_experts
+
+            with self._launching():
+                return list_experts(ids, rows, None, None)
+        named = sorted({min(row, rows - 1) for row in ids.flatten().tolist() if row >= 0})
+        lists = torch.tensor([len(named), *named, *([-1] * len(named))], dtype=torch.int64, device=ids.device)
+        return Assignment(ids, len(named), lists)
+
     def count(self, experts: int, ids: torch.Tensor, totals: torch.Tensor) -> None:
         """Add the number of distinct experts among `ids` to `totals`, where kernels do the work. Nothing is sent."""
         from .kernels import list_experts

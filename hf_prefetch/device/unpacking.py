@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..memory.packing import BLOCK, BLOCK_BYTES, HEADER, PackedRows
+from .table import Assignment
 
 __all__ = ["unpack_rows"]
 
@@ -27,18 +28,11 @@ def _weights(codes, rests, base):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row(ids, rows, LISTED: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The row of program 0; -1 for none, and if an id before it has named the row. Ids beyond the last row count as that."""
-    number = tl.program_id(0)
-    row = number.to(tl.int64)
+def _row(lists, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row of program 0: that number, or what the list has there; -1 behind its end."""
+    row = tl.program_id(0).to(tl.int64)
     if LISTED:
-        row = tl.load(ids + number)
-        row = tl.where(row < rows, row, rows - 1)
-        for start in range(0, number, CHUNK):
-            place = start + tl.arange(0, CHUNK)
-            other = tl.load(ids + place, mask=place < number, other=-1)
-            other = tl.where(other < rows, other, rows - 1)
-            row = tl.where(tl.max((other == row).to(tl.int32), axis=0) > 0, -1, row)
+        row = tl.where(row < tl.load(lists), tl.load(lists + 1 + row), -1)
     return row
 
 
@@ -59,11 +53,9 @@ def _unpack_block(blocks, destination, per_row, weights, row):  # type: ignore[n
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _unpack(  # type: ignore[no-untyped-def]
-    blocks, destination, ids, rows, per_row, weights, LISTED: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Unpack a block: program 0 is the row, or its place among the ids, 1 the block in it."""
-    row = _row(ids, rows, LISTED, CHUNK)
+def _unpack(blocks, destination, lists, per_row, weights, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Unpack a block: program 0 is the row, or its place in the list, 1 the block in it."""
+    row = _row(lists, LISTED)
     if row >= 0:
         _unpack_block(blocks, destination, per_row, weights, row)
 
@@ -80,31 +72,26 @@ def _patch_row(escapes, destination, width, weights, row, CHUNK: tl.constexpr): 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _patch(  # type: ignore[no-untyped-def]
-    escapes, destination, ids, rows, width, weights, LISTED: tl.constexpr, CHUNK: tl.constexpr
-):
+def _patch(escapes, destination, lists, width, weights, LISTED: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write the escapes of a row to their places."""
-    row = _row(ids, rows, LISTED, CHUNK)
+    row = _row(lists, LISTED)
     if row >= 0:
         _patch_row(escapes, destination, width, weights, row, CHUNK)
 
 
-def unpack_rows(packed: PackedRows, destination: torch.Tensor, ids: torch.Tensor | None = None) -> None:
+def unpack_rows(packed: PackedRows, destination: torch.Tensor, found: Assignment | None = None) -> None:
     """Unpack rows on the current stream: the same bits as `unpack`.
 
     Args:
         packed: on the device, or in page-locked host memory, which the kernels then read themselves.
         destination: bfloat16 (rows, weights) on the device, contiguous.
-        ids: int64 in any shape: the rows to unpack, all if not given. A row may come more than once; ids beyond the last row
-            count as that, and negative ones as none.
+        found: the rows to unpack, each once; all if it is not given. Nothing is looked at of the others.
     """
     rows, per_row, _ = packed.blocks.shape
-    listed = packed.escapes if ids is None else ids.reshape(-1)
-    count = rows if ids is None else listed.numel()
+    count, lists = (rows, packed.escapes) if found is None else (found.most, found.lists)
     if not rows or not count:
         return
-    out, width = destination.view(torch.int16), packed.escapes.shape[1]
-    some = {"LISTED": ids is not None, "CHUNK": _CHUNK}
-    _unpack[(count, per_row)](packed.blocks, out, listed, rows, per_row, packed.weights, **some)
+    out, width, listed = destination.view(torch.int16), packed.escapes.shape[1], found is not None
+    _unpack[(count, per_row)](packed.blocks, out, lists, per_row, packed.weights, LISTED=listed)
     if width > 1:
-        _patch[(count,)](packed.escapes, out, listed, rows, width, packed.weights, **some)
+        _patch[(count,)](packed.escapes, out, lists, width, packed.weights, LISTED=listed, CHUNK=_CHUNK)

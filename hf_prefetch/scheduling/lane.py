@@ -233,7 +233,8 @@ class Lane:
 
     def hand_out_slot(self, bank: ExpertBank, ids: torch.Tensor | None, *, routed: bool) -> Handout:
         """Make the compute stream wait for a bank's slot; `use_slot` came before, with the ids if the call is routed."""
-        tensors = bank.dressed(self.ring.hold(bank.index, bank.layout), ids if routed else None)
+        found = self._sender.distinct(ids, bank.num_experts) if routed and ids is not None and bank.has_packed else None
+        tensors = bank.dressed(self.ring.hold(bank.index, bank.layout), found)
         if not routed and ids is not None and bank.layout.has_rows:
             self._keep_from_slot(bank, ids)
             self._count_experts(bank, ids)
@@ -247,7 +248,8 @@ class Lane:
         stored = self._store[bank]
         cache = self.caches.hold(stored)
         rows = self.caches.fetch(stored, ids, self._counter(bank))
-        return Handout(bank.dressed(cache.tensors, rows), rows, cache.table.rows)
+        found = self._sender.distinct(rows, cache.table.rows) if bank.has_packed else None
+        return Handout(bank.dressed(cache.tensors, found), rows, cache.table.rows)
 
     def _keep_from_slot(self, bank: ExpertBank, ids: torch.Tensor) -> None:
         """A prompt has its whole bank in a slot: keep what it uses most in the bank's cache, at no cost to the link."""
