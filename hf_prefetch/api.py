@@ -44,6 +44,7 @@ def enable_expert_prefetch(
     n_cpu_moe: int | None = None,
     gpu_memory: int | str | None = None,
     expert_cache: int | str | float | None = None,
+    pin_memory: int | str | None = None,
     pack: bool = False,
     progress: bool | None = None,
 ) -> Model:
@@ -64,6 +65,8 @@ def enable_expert_prefetch(
             many layers as then fit. Leave room beside it for the KV cache and activations.
         expert_cache: device memory in which the experts that decoding uses stay from token to token, in bytes or as "4GiB", or
             as a share of `gpu_memory` such as 0.5, of whose budget it is a part. None is no cache.
+        pin_memory: host memory that may be page-locked, in bytes or as "40GiB"; None is as much as the experts take, 0 is none.
+            Page-locked memory can't be paged out or used otherwise. Experts beyond it are copied several times more slowly.
         pack: keep bfloat16 experts packed: in three quarters of their bytes, without the loss of a bit, in host memory and on
             the way to the device. They are unpacked there for each call, in memory that takes the place of one slot.
         progress: show a progress bar while weights are moved; None shows one in terminals and notebooks.
@@ -84,7 +87,13 @@ def enable_expert_prefetch(
         3
     """
     config = PrefetchConfig(
-        slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, expert_cache=expert_cache, pack=pack, progress=progress
+        slots=slots,
+        n_cpu_moe=n_cpu_moe,
+        gpu_memory=gpu_memory,
+        expert_cache=expert_cache,
+        pin_memory=pin_memory,
+        pack=pack,
+        progress=progress,
     )
     _check_model(model)
     if config.slots == 0:
@@ -159,7 +168,7 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     undo.add(_forget, model)  # the last step: until then disabling can be called again
     if config.pack:
         homes = _pack(homes, config, undo, load)
-    banks, store = tuple(homes.host), HostStore()
+    banks, store = tuple(homes.host), HostStore(config.pin_budget)
     taken = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.owners}
     stay = {id(parameter) for bank in banks for parameter in bank.parameters.values()}
     placement = Placement(model, stay, load)

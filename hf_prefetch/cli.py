@@ -126,11 +126,24 @@ Pack = Annotated[
 ]
 
 
-def _config(
-    slots: int, n_cpu_moe: int | None, gpu_memory: str | None, expert_cache: str | None, *, pack: bool = False
-) -> PrefetchConfig:
-    with _refusing(ValueError, option="--expert-cache" if expert_cache else None):
-        return PrefetchConfig(slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, expert_cache=expert_cache, pack=pack)
+PinMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--pin-memory",
+        help='Host memory that may be page-locked, as "40GiB"; as much as the experts take if not given, 0 is none.',
+    ),
+]
+
+
+def _config(slots: int, **options: Any) -> PrefetchConfig:
+    """The options that are given, checked together; the one that can be wrong by itself is named."""
+    suspects = [name for name in ("pin_memory", "expert_cache") if options.get(name)]
+    try:
+        return PrefetchConfig(slots=slots, **options)
+    except ValueError as error:
+        named = [name for name in suspects if str(error).startswith(name)] or suspects
+        option = f"--{named[-1].replace('_', '-')}" if named else None
+        raise typer.BadParameter(_one_line(error), param_hint=option) from error
 
 
 # -- commands -----------------------------------------------------------------------------------------------------------
@@ -147,6 +160,7 @@ def generate(
     n_cpu_moe: NCpuMoe = None,
     gpu_memory: GpuMemory = None,
     expert_cache: ExpertCache = None,
+    pin_memory: PinMemory = None,
     pack: Pack = False,
     report: Annotated[bool, typer.Option("--report", help="Print afterwards what prefetching did.")] = False,
 ) -> None:
@@ -155,7 +169,8 @@ def generate(
         # A terminal that can't show a character shows another, rather than losing the text.
         sys.stdout.reconfigure(errors="replace")
     text = _prompt_text(prompt, prompt_file)
-    config, home = _config(prefetch_experts_slots, n_cpu_moe, gpu_memory, expert_cache, pack=pack), stream_device(device)
+    options = {"n_cpu_moe": n_cpu_moe, "gpu_memory": gpu_memory, "expert_cache": expert_cache, "pin_memory": pin_memory}
+    config, home = _config(prefetch_experts_slots, pack=pack, **options), stream_device(device)
     tokenizer = load_tokenizer(model)
     writer = load_enabled(model, config, home) if config.slots else load_model(model).to(home.device)
     inputs = tokenizer(text, return_tensors="pt").to(writer.device)
@@ -187,7 +202,8 @@ def bench(
     """Measure a model with prefetching off (if all of it fits on the device) and on: speed, memory and equal logits."""
     from .bench import Bench
 
-    config, home = _config(prefetch_experts_slots, n_cpu_moe, gpu_memory, expert_cache), stream_device(device)
+    options = {"n_cpu_moe": n_cpu_moe, "gpu_memory": gpu_memory, "expert_cache": expert_cache}
+    config, home = _config(prefetch_experts_slots, **options), stream_device(device)
     if json_file is not None and not json_file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {json_file.parent}", param_hint="--json")
     lengths = sorted({int(word) for word in prompt_lengths.split(",")})

@@ -39,6 +39,7 @@ def from_pretrained(
     n_cpu_moe: int | None = None,
     gpu_memory: int | str | None = None,
     expert_cache: int | str | float | None = None,
+    pin_memory: int | str | None = None,
     pack: bool = False,
     progress: bool | None = None,
     **kwargs: Any,
@@ -54,7 +55,7 @@ def from_pretrained(
         pretrained_model_name_or_path: a folder with a checkpoint, or a model on the Hub.
         slots: device buffers that the layers' experts rotate through, 3 is recommended, see `enable_expert_prefetch`. With 0
             this is transformers' own loading.
-        device, n_cpu_moe, gpu_memory, expert_cache, pack: as for `enable_expert_prefetch`.
+        device, n_cpu_moe, gpu_memory, expert_cache, pin_memory, pack: as for `enable_expert_prefetch`.
         progress: show one progress bar over all bytes; None shows it in terminals and notebooks.
         kwargs: whatever `AutoModelForCausalLM.from_pretrained` takes: dtype, revision, subfolder, trust_remote_code,
             attn_implementation, config and others, but not `device_map`.
@@ -78,7 +79,13 @@ def from_pretrained(
     """
     name = pretrained_model_name_or_path
     config = PrefetchConfig(
-        slots=slots, n_cpu_moe=n_cpu_moe, gpu_memory=gpu_memory, expert_cache=expert_cache, pack=pack, progress=progress
+        slots=slots,
+        n_cpu_moe=n_cpu_moe,
+        gpu_memory=gpu_memory,
+        expert_cache=expert_cache,
+        pin_memory=pin_memory,
+        pack=pack,
+        progress=progress,
     )
     _refuse_placement(kwargs)
     if config.slots == 0:

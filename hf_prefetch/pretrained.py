@@ -58,6 +58,7 @@ def load_enabled(name: str, config: PrefetchConfig, device: Device) -> Any:
             n_cpu_moe=config.n_cpu_moe,
             gpu_memory=config.gpu_memory,
             expert_cache=config.expert_cache,
+            pin_memory=config.pin_memory,
             pack=config.pack,
             dtype="auto",
         )

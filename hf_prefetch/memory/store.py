@@ -66,12 +66,16 @@ def _version_of(parameter: nn.Parameter) -> int:
 class HostStore:
     """Moves banks into arenas one at a time, so that never more than one bank exists twice.
 
+    Args:
+        pin_budget: bytes that may be page-locked, None for as many as there are. A bank is page-locked as a whole or not.
+
     Attributes:
         ledger: what is held.
         refusals: why the system refused to page-lock, if it did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pin_budget: int | None = None) -> None:
+        self._pin_budget = pin_budget
         self.ledger = Ledger()
         self.ledger.add(Purpose.BANKS, lambda: sum(stored.bank.nbytes for stored in self._stored.values()))
         self.ledger.add(Purpose.PINNED, lambda: sum(stored.bank.nbytes for stored in self._stored.values() if stored.is_pinned))
@@ -101,7 +105,7 @@ class HostStore:
         their values there. Where the system refuses to page-lock, the bank stays pageable and the reason is appended to
         `refusals`.
         """
-        arena = Arena(bank.nbytes, shared=device.can_pin)
+        arena = Arena(bank.nbytes, shared=self._may_pin(bank.nbytes, device))
         views = arena.views(bank.layout)
         origins = {name: parameter.device for name, parameter in bank.parameters.items()}
         # From here on `give_back` can undo whatever an error or an interrupt leaves half done.
@@ -121,9 +125,16 @@ class HostStore:
             replace_parts(name, parameter, views)
         self._pin(arena, device)
 
+    def _may_pin(self, nbytes: int, device: StreamDevice) -> bool:
+        """Whether so many bytes may be page-locked: the device can, the budget has room, and the system hasn't refused before.
+
+        What it refused once it will refuse again: asking for each bank would only repeat the message.
+        """
+        within = self._pin_budget is None or self.ledger.held(Purpose.PINNED) + nbytes <= self._pin_budget
+        return device.can_pin and within and not self.refusals
+
     def _pin(self, arena: Arena, device: StreamDevice) -> None:
-        # What the system refused once it will refuse again: asking for each bank would only repeat the message.
-        if device.can_pin and not self.refusals:
+        if not arena.is_pinned and self._may_pin(arena.nbytes, device):
             refusal = arena.pin(device)
             if refusal is not None:
                 self.refusals.append(refusal)
