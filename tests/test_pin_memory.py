@@ -1,4 +1,4 @@
-"""A budget for page-locked memory: as many banks as fit are locked, the others are copied from pageable memory, with equal bits."""
+"""A budget for page-locked memory: as many banks as fit are locked, the others are copied from pageable memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_without_a_budget_all_of_it_is_locked() -> None:
 @pytest.mark.parametrize(
     ("value", "error", "words"),
     [
-        (-1, ValueError, "pin_memory must be more"),
+        (-1, ValueError, "is no size"),
         ("much", ValueError, "is no size"),
         (True, TypeError, "pin_memory must be bytes"),
     ],
