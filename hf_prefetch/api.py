@@ -21,7 +21,7 @@ from .hooks import ExpertPrefetchHook, announce, attach, detach, hook_of
 from .memory.ledger import Purpose
 from .memory.store import HostStore, Load, copy_value
 from .packed import pack_bank, unpack_bank
-from .placement import DeviceMap, Placement, TakenHooks
+from .placement import DeviceMap, Placement, TakenHooks, offload_device
 from .progress import byte_progress
 from .scheduling.scheduler import PrefetchScheduler
 from .streams import StreamDevice
@@ -105,6 +105,11 @@ def enable(model: Model, config: PrefetchConfig, device: Device | None, load: Lo
     """Enable a model. `load` writes a Parameter's value to where it goes, from wherever it is: it may still be in a file."""
     found = find_banks(model)
     homes = choose_homes(model, found.banks, device, config)
+    if config.pack and any(offload_device(bank) is not None for bank in homes.host):
+        raise ValueError(
+            "pack=True can't be had for experts that accelerate has offloaded: it keeps weights of its own. Load the model "
+            "without device_map; prefetching keeps its experts in host memory."
+        )
     _refuse_foreign_hooks(model, homes)
     disable_expert_prefetch(model)
     undo = Undo()

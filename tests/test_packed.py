@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -14,6 +15,7 @@ from caching import budget
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained
 from hf_prefetch.demo import demo_model_path, load_demo_model
 from hf_prefetch.discovery import find_banks
+from hf_prefetch.memory.packing import PackedRows, pack
 from hf_prefetch.packed import PackedWeights
 from hf_prefetch.testing import FakeDevice, RaceChecker
 from models import EXPERTS, Snapshot, build, experts_of, prompt
@@ -239,8 +241,39 @@ def test_parameters_stay_the_objects_that_they_were() -> None:
     assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("pack", [1, "yes", None])
-def test_what_is_no_answer_is_refused(pack: Any) -> None:
+def test_experts_that_accelerate_has_offloaded_are_refused() -> None:
+    """With the remedy, and the model is as it was."""
+    model, ids = model_of(), prompt(LONG)
+    expected = outcome(model, ids)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="without device_map"):
+        enable_expert_prefetch(model, device=None, pack=True)
+    assert all(map(torch.equal, outcome(model, ids), expected))
+
+
+@pytest.mark.parametrize("number", [1, 4, 9])
+def test_an_interrupt_while_weights_are_packed_undoes_it(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are packed already are unpacked."""
+    model, ids, calls = model_of(), prompt(LONG), iter(range(1, 100))
+    expected, before = outcome(model, ids), Snapshot.of(model)
+
+    def interrupted(rows: torch.Tensor) -> PackedRows:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return pack(rows)
+
+    monkeypatch.setattr("hf_prefetch.packed.pack", interrupted)
+    device = FakeDevice()
+    with pytest.raises(KeyboardInterrupt):
+        enable_expert_prefetch(model, device=device, pack=True, progress=False)
+    before.assert_restored(model)
+    assert not packed_parameters(model)
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+    assert all(map(torch.equal, outcome(model, ids), expected))
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_what_is_no_answer_is_refused(value: Any) -> None:
     """Before anything is touched."""
     with pytest.raises(TypeError, match="pack must be True or False"):
-        enable_expert_prefetch(model_of(), device="cpu", pack=pack)
+        enable_expert_prefetch(model_of(), device="cpu", pack=value)
