@@ -92,14 +92,16 @@ def _save_from_host(
     inside = weakref.ref(module)
 
     def save(destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        guarded = _alive(inside)
+        guarded, in_a_call = _alive(inside), scheduler.is_in_a_call()
         with scheduler.lock:
             type(guarded)._save_to_state_dict(guarded, destination, prefix, keep_vars)
             for name, (bank, key) in owned.items():
                 value = bank.parameters[key]
+                if prefix + name not in destination:
+                    continue  # somebody has put something else in its place
                 if isinstance(value, PackedWeights):
                     destination[prefix + name] = value.unpacked()
-                elif guarded._parameters[name] is not value:
+                elif in_a_call:
                     destination[prefix + name] = value if keep_vars else value.detach()
 
     return save

@@ -277,7 +277,8 @@ class Lane:
 
         One that a prompt has filled gives them what it has, at least.
         """
-        if self.caches.rows > 0 and self.caches.of(bank.index) is None and not self._counters.unused_cache:
+        told = self._counters.unused_cache or self._counters.shrunk
+        if self.caches.rows > 0 and self.caches.of(bank.index) is None and not told:
             self._counters.unused_cache = True
             warn_no_cache(bank)
 
