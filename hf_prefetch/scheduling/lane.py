@@ -273,10 +273,7 @@ class Lane:
         self.caches.rows = 0
 
     def say_no_cache(self, bank: ExpertBank) -> None:
-        """Experts that can't be given other ids can't be read from a cache. Say it once, if somebody has asked for one.
-
-        One that a prompt has filled gives them what it has, at least.
-        """
+        """Experts that can't be given other ids have nothing of a cache that no prompt has filled: say it once."""
         told = self._counters.unused_cache or self._counters.shrunk
         if self.caches.rows > 0 and self.caches.of(bank.index) is None and not told:
             self._counters.unused_cache = True

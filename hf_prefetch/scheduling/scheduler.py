@@ -185,7 +185,7 @@ class PrefetchScheduler:
         )
         if path is Path.CACHED and lane.cache_of(bank) is None:
             return Path.ROUTED
-        if path is not Path.CACHED and not remaps and routed_ids is not None and not self.counters.cached_calls:
+        if path is Path.ROUTED and not remaps and not self.counters.cached_calls:
             lane.say_no_cache(bank)
         if path is Path.LOOKAHEAD and not lane.has_slots():
             return Path.PLAIN
