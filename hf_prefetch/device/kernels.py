@@ -161,10 +161,9 @@ def _gather(  # type: ignore[no-untyped-def]
         first = tl.load(tensor + 1) + expert * size
         in_cache = tl.load(tensor + 2) + row * size
         if size % 8 == 0:
-            words = tl.pointer_type(tl.int64)
             _copy(
-                host.to(words), cached.to(words), destination.to(words), first // 8, in_cache // 8, size // 8, row,
-                TO_ROWS, WORDS,
+                host.to(tl.pointer_type(tl.int64)), cached.to(tl.pointer_type(tl.int64)),
+                destination.to(tl.pointer_type(tl.int64)), first // 8, in_cache // 8, size // 8, row, TO_ROWS, WORDS,
             )  # fmt: skip
         else:
             # Rows that aren't whole words are short: scales, one an expert.
