@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import tqdm.auto
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained
@@ -85,6 +86,9 @@ def test_fifty_processes_that_are_killed(checkpoint: Path) -> None:
             child = os.fork()
             if child == 0:
                 try:
+                    # tqdm's own lock is shared with children, and who is killed never gives it back.
+                    for bar in (tqdm.tqdm, tqdm.auto.tqdm):
+                        bar.set_lock(threading.RLock())
                     while True:
                         model = from_pretrained(checkpoint, device="cpu", progress=False)
                         model(ids)
