@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -184,9 +185,7 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
             taken[module].take()
         bank.rebind()
         placement.send(bank.parameters.values(), home.device)
-    # Whoever reads weights from files shows a bar of all of them.
-    shown = config.progress if load is copy_value else False
-    with byte_progress(sum(bank.nbytes for bank in banks), "experts to host memory", shown) as bar:
+    with _bar(banks, "experts to host memory", config, load) as bar:
         for bank in banks:
             for module in bank.owners:
                 undo.add(taken[module].give_back)
@@ -223,11 +222,15 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     return scheduler
 
 
+def _bar(banks: Iterable[ExpertBank], what: str, config: PrefetchConfig, load: Load) -> Any:
+    """A bar over the bytes of banks. Whoever reads weights from files shows one of all of them, so there is none here."""
+    return byte_progress(sum(bank.nbytes for bank in banks), what, config.progress if load is copy_value else False)
+
+
 def _pack(homes: Homes, config: PrefetchConfig, undo: Undo, load: Load) -> Homes:
     """Pack the banks that go to host memory, one after the other: never is more than one of them there twice."""
     host: dict[ExpertBank, StreamDevice] = {}
-    shown = config.progress if load is copy_value else False
-    with byte_progress(sum(bank.nbytes for bank in homes.host), "experts packed", shown) as bar:
+    with _bar(homes.host, "experts packed", config, load) as bar:
         for bank, home in homes.host.items():
             undo.add(unpack_bank, bank)
             host[pack_bank(bank, home, load)] = home

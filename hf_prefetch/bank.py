@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .forms import can_open, is_plain, opened, parts
+from .forms import can_open, is_plain, opened, parts_of
 from .layout import BankLayout
 
 __all__ = ["ExpertBank"]
@@ -82,9 +82,7 @@ class ExpertBank:
 
     def parts(self) -> dict[str, torch.Tensor]:
         """What the Parameters are made of, named as in the layout."""
-        if self.is_plain:
-            return dict(self.parameters)
-        return {key: part for name, parameter in self.parameters.items() for key, part in parts(name, parameter).items()}
+        return dict(self.parameters) if self.is_plain else parts_of(self.parameters)
 
     def dressed(self, tensors: dict[str, nn.Parameter], found: Any = None) -> dict[str, nn.Parameter]:
         """Parameters to compute with, made of these tensors, which are named as in the layout.

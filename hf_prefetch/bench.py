@@ -23,7 +23,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers import __version__ as transformers_version
 
 from . import __version__
-from .api import disable_expert_prefetch, enable_expert_prefetch
+from .api import disable_expert_prefetch, enable
 from .config import PrefetchConfig
 from .report import Report
 from .streams import StreamDevice
@@ -123,14 +123,7 @@ class Bench:
         if not self.config.slots:
             return
         self.arms.append(on := Arm("on"))
-        enable_expert_prefetch(
-            self.model,
-            self.config.slots,
-            device=self.home,
-            n_cpu_moe=self.config.n_cpu_moe,
-            gpu_memory=self.config.gpu_memory,
-            expert_cache=self.config.expert_cache,
-        )
+        enable(self.model, self.config, self.home)
         try:
             self._measure(on, lengths, decode_tokens, say)
             on.report = self._report()

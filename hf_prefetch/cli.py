@@ -62,6 +62,12 @@ def _check_gpu_memory(value: str | None) -> str | None:
     return value
 
 
+def _check_pin_memory(value: str | None) -> str | None:
+    with _refusing(ValueError):
+        PrefetchConfig(pin_memory=value)
+    return value
+
+
 def _check_device(value: str | None) -> str | None:
     with _refusing(ValueError, RuntimeError):
         try:
@@ -130,20 +136,15 @@ PinMemory = Annotated[
     str | None,
     typer.Option(
         "--pin-memory",
+        callback=_check_pin_memory,
         help='Host memory that may be page-locked, as "40GiB"; as much as the experts take if not given, 0 is none.',
     ),
 ]
 
 
 def _config(slots: int, **options: Any) -> PrefetchConfig:
-    """The options that are given, checked together; the one that can be wrong by itself is named."""
-    suspects = [name for name in ("pin_memory", "expert_cache") if options.get(name)]
-    try:
+    with _refusing(ValueError, option="--expert-cache" if options["expert_cache"] else None):
         return PrefetchConfig(slots=slots, **options)
-    except ValueError as error:
-        named = [name for name in suspects if str(error).startswith(name)] or suspects
-        option = f"--{named[-1].replace('_', '-')}" if named else None
-        raise typer.BadParameter(_one_line(error), param_hint=option) from error
 
 
 # -- commands -----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .bank import ExpertBank
-from .forms import parts, unfit
+from .forms import parts_of, unfit
 from .layout import BankLayout
 
 __all__ = [
@@ -135,7 +135,7 @@ def takes_other_ids(module: nn.Module, implementation: str | None, bank: ExpertB
 
 def _bank(index: int, candidates: list[_Candidate]) -> ExpertBank:
     first = candidates[0]
-    tensors = {key: part for name, parameter in first.parameters.items() for key, part in parts(name, parameter).items()}
+    tensors = parts_of(first.parameters)
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors.values()}
     return ExpertBank(
         index=index,

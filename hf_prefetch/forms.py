@@ -15,7 +15,7 @@ from torch import nn
 
 from .layout import is_dense
 
-__all__ = ["can_open", "is_plain", "made_of", "opened", "parts", "replace_parts", "unfit"]
+__all__ = ["can_open", "is_plain", "made_of", "opened", "parts", "parts_of", "replace_parts", "unfit"]
 
 
 def is_plain(parameter: torch.Tensor) -> bool:
@@ -29,6 +29,11 @@ def parts(name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: parameter}
     inner, _ = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
     return {f"{name}.{part}": getattr(parameter, part) for part in inner}
+
+
+def parts_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that several Parameters are made of."""
+    return {key: part for name, parameter in parameters.items() for key, part in parts(name, parameter).items()}
 
 
 def made_of(name: str, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> nn.Parameter:

@@ -40,10 +40,10 @@ def guard(model: nn.Module, scheduler: PrefetchScheduler, devices: dict[ExpertBa
         if banks:
             move = _stay(module, set(owned[module]), banks) if module in owned else _check_first(module, banks)
             # `copy` and `pickle` ask the object, not its type, so these may live on the instance.
-            copies = (scheduler.__deepcopy__, scheduler.__reduce_ex__)
             guards = (
                 move,
-                *copies,
+                scheduler.__deepcopy__,
+                scheduler.__reduce_ex__,
                 _settle_first(module, scheduler),
                 _save_from_host(module, scheduler, owned.get(module, {})),
             )

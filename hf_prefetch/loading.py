@@ -21,7 +21,7 @@ from .memory.checkpoint import StoredTensor, UnknownDtypeError, read_headers
 from .memory.deferred import Deferred, NotDeferrableError
 from .memory.loading import Reader, Unread
 
-__all__ = ["from_pretrained"]
+__all__ = ["from_pretrained", "load_enabled"]
 
 _log = logging.getLogger("hf_prefetch")
 # The step of transformers' loading that is given other tensors than it would open itself: a static method of its models.
@@ -77,7 +77,6 @@ def from_pretrained(
         >>> model.expert_prefetch.report().slots
         3
     """
-    name = pretrained_model_name_or_path
     config = PrefetchConfig(
         slots=slots,
         n_cpu_moe=n_cpu_moe,
@@ -87,6 +86,11 @@ def from_pretrained(
         pack=pack,
         progress=progress,
     )
+    return load_enabled(pretrained_model_name_or_path, config, device, **kwargs)
+
+
+def load_enabled(name: str | os.PathLike[str], config: PrefetchConfig, device: Device | None, /, **kwargs: Any) -> Any:
+    """`from_pretrained`, with its own options in one value."""
     _refuse_placement(kwargs)
     if config.slots == 0:
         from transformers import AutoModelForCausalLM

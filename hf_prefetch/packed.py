@@ -8,7 +8,7 @@ gets the weights as they were, unpacked for that one operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +17,16 @@ from torch import nn
 
 from .bank import ExpertBank
 from .device.table import Assignment
-from .forms import is_plain, parts
+from .forms import is_plain, parts_of
 from .layout import BankLayout
 from .memory.packing import PackedRows, pack, unpack
+from .memory.store import Load
 from .streams import StreamDevice
 
 __all__ = ["PackedWeights", "pack_bank", "unpack_bank"]
 
 # Packing has to leave no more than this share of the bytes, or the weights stay as they are.
 _WORTH_IT = 0.9
-
-Load = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 class PackedWeights(torch.Tensor):
@@ -137,8 +136,7 @@ def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
             # Where the weights were before is where they go back to; until then they are in host memory.
             weights = PackedWeights(packed.blocks.to(parameter.device), packed.escapes.to(parameter.device), parameter.shape)
             _swap(parameter, weights)
-    tensors = {key: part for name, parameter in bank.parameters.items() for key, part in parts(name, parameter).items()}
-    return replace(bank, layout=BankLayout.of(tensors.items()))
+    return replace(bank, layout=BankLayout.of(parts_of(bank.parameters).items()))
 
 
 def unpack_bank(bank: ExpertBank) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -12,11 +13,11 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntry
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from . import loading
 from .config import PrefetchConfig
 from .demo import demo_model_path
 from .homes import Device
-from .loading import from_pretrained
-from .memory.checkpoint import read_headers
+from .memory.checkpoint import UnknownDtypeError, read_headers
 
 __all__ = ["DEMO", "files_of", "load_enabled", "load_model", "load_tokenizer"]
 
@@ -36,7 +37,8 @@ def load_model(name: str) -> Any:
 
     def load(path: str) -> Any:
         # Whatever is broken is named here with its file; transformers' own errors don't.
-        read_headers(sorted(Path(path).glob("*.safetensors")))
+        with suppress(UnknownDtypeError):
+            read_headers(sorted(Path(path).glob("*.safetensors")))
         return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
 
     return _load(name, load)
@@ -49,21 +51,7 @@ def load_enabled(name: str, config: PrefetchConfig, device: Device) -> Any:
         FileNotFoundError: as above.
         ValueError, RuntimeError: as `from_pretrained`.
     """
-
-    def load(path: str) -> Any:
-        return from_pretrained(
-            path,
-            config.slots,
-            device=device,
-            n_cpu_moe=config.n_cpu_moe,
-            gpu_memory=config.gpu_memory,
-            expert_cache=config.expert_cache,
-            pin_memory=config.pin_memory,
-            pack=config.pack,
-            dtype="auto",
-        )
-
-    return _load(name, load)
+    return _load(name, lambda path: loading.load_enabled(path, config, device, dtype="auto"))
 
 
 def load_tokenizer(name: str) -> Any:

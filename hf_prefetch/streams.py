@@ -9,6 +9,11 @@ An event is recorded on a stream after the work it stands for, and waited for by
 on CUDA, a wait covers the *latest record made before the wait was enqueued*: waiting for an event that was never
 recorded, or whose last record belongs to an earlier use, passes without any error. Nobody below checks for that, so
 whoever waits must know that the record was made in this use (invariant 2 of the design).
+
+[Note: pools of memory]
+Whoever captures a graph, or runs code once before its capture (`torch.compile(mode="reduce-overhead")`), has all that its
+thread allocates come from the graph's own pool, and insists that nothing in there outlives the run. What we keep is allocated
+by another thread, so it never comes from there.
 """
 
 from __future__ import annotations

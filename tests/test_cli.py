@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hf_prefetch.cli import _streamer, main
 from hf_prefetch.demo import load_demo_model, load_demo_tokenizer
 from hf_prefetch.memory.packing import unpack
+from hf_prefetch.pretrained import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "hf_prefetch"]
@@ -275,6 +277,15 @@ def test_a_truncated_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureF
     for command in (["generate", str(tmp_path), "--prompt", "x"], ["bench", str(tmp_path)]):
         assert main([*command, *ON_CPU]) == 1
         assert f"{file} is truncated" in complaint(capsys.readouterr().err)
+
+
+def test_a_checkpoint_with_a_type_that_is_not_read_here_is_left_to_transformers(tmp_path: Path) -> None:
+    """Its headers are looked at for what is broken, and this is not."""
+    load_demo_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file) | {"scales": torch.ones(4).to(torch.float8_e8m0fnu)}
+    save_file(weights, file, metadata={"format": "pt"})
+    assert torch.equal(load_model(str(tmp_path)).lm_head.weight, load_demo_model().lm_head.weight)
 
 
 def test_a_folder_without_a_tokenizer_and_prompts_that_are_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

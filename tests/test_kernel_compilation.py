@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from apart import run_apart
 
 PROGRAM = """
 import sys
@@ -42,11 +40,4 @@ print("compiled")
 def test_kernels_compile_without_a_gpu(capability: int) -> None:
     """For Ampere and Hopper, with all constants that are in use."""
     pytest.importorskip("triton")
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(capability)],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert result.stdout == "compiled\n", result.stderr[-3000:]
+    run_apart(PROGRAM, str(capability), says="compiled", TRITON_INTERPRET="0")

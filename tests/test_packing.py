@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apart import run_apart
 from hf_prefetch.demo import load_demo_model
 from hf_prefetch.memory.packing import BLOCK, BLOCK_BYTES, HEADER, PackedRows, pack, unpack
 from models import experts_of
@@ -181,26 +179,15 @@ print("bits are right")
 """
 
 
-def run_kernel_check(device: str, **environment: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", KERNEL_CHECK, device],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert result.stdout == "bits are right\n", result.stderr
-
-
 def test_the_kernels_unpack_the_same_bits() -> None:
     """In Triton's interpreter."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("compiled and tested below")
-    run_kernel_check("cpu", TRITON_INTERPRET="1")
+    run_apart(KERNEL_CHECK, "cpu", says="bits are right", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 def test_the_kernels_on_a_gpu(device: torch.device) -> None:
     """The same, compiled."""
-    run_kernel_check(device.type)
+    run_apart(KERNEL_CHECK, device.type, says="bits are right")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apart import run_apart
 from hf_prefetch import enable_expert_prefetch
 from hf_prefetch.layout import BankLayout
 from hf_prefetch.testing import FakeDevice
@@ -47,29 +44,18 @@ print("rows are right")
 """
 
 
-def run_kernel_check(device: str, **environment: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", KERNEL_CHECK, device],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.stdout == "rows are right\n", result.stderr
-
-
 def test_the_kernel_copies_the_rows_and_nothing_else() -> None:
     """In Triton's interpreter, bit for bit, on random bytes."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("compiled and tested below")
-    run_kernel_check("cpu", TRITON_INTERPRET="1")
+    run_apart(KERNEL_CHECK, "cpu", says="rows are right", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 def test_the_kernel_reads_page_locked_memory(device: torch.device) -> None:
     """The same compiled, from host memory."""
-    run_kernel_check(device.type)
+    run_apart(KERNEL_CHECK, device.type, says="rows are right")
 
 
 @given(st.integers(2, 4), st.sampled_from(["eager", "lazy", 1]), st.data())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apart import run_apart
 from hf_prefetch.device.table import Assignment, RowTable
 from hf_prefetch.layout import BankLayout
 from hf_prefetch.scheduling.replacement import EMPTY, CacheState, Placement, Replacement
@@ -324,14 +323,7 @@ def run_in_process(check: str, device: str, **environment: str) -> None:
     """Triton decides when it is imported whether it compiles or interprets, so each check has a process of its own."""
     program = f"import torch, test_row_table as t; t.{check}(torch.device({device!r})); print('right')"
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.stdout == "right\n", result.stderr
+    run_apart(program, says="right", PYTHONPATH=path, OMP_NUM_THREADS="1", **environment)
 
 
 CHECKS = [
