@@ -9,6 +9,8 @@ over repeats with the device synchronised at both ends, and then compared with t
 every argument and every output of every experts module must be equal bit for bit, and so must the logits. The file is
 written again after every measurement. ``--show bench.json`` prints the table of an earlier run.
 
+Behind the routers of random weights ids of synthetic routing are put, since such routers send all tokens to a few experts.
+
 An arm ``prefetch-3@25%`` keeps the experts of a quarter of the layers in host memory, and ``prefetch-3@20GiB`` those that
 this much device memory leaves no room for: with ``--cap 24GiB`` all that is timed has to do with so much altogether.
 
@@ -54,6 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--model", choices=[*SHAPES, DEMO], default="qwen3-30b-a3b", help="a shape (random weights) or the demo model")
     add("--layers", type=int, help=f"decoder layers of a shape; all of them, at most {DEFAULT_LAYERS}, if not given")
     add("--checkpoint", help="a folder or Hub name to load instead")
+    add("--routing", help="of scripts/routing_synthetic.py; the model's own if not given, and none for a checkpoint")
     add("--arms", default=ARMS, help="in this order, but the resident one first")
     add("--prefetch-from", choices=["host", "device"], default="host", help="where prefetch-3 finds the experts")
     add("--cap", type=functools.partial(_size, parser), help="device memory that arms with a budget may not exceed, as 24GiB")

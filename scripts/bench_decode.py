@@ -38,10 +38,11 @@ from bench_decode_steps import Recorder, Steps
 from bench_host import PinnedBlock
 from bench_models import Subject, build, describe_machine
 from bench_passes import Passes, synchronize, timed
+from bench_routing import profile_of
 from bench_shapes import SHAPES
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from hf_prefetch.routing import RoutingInjection, inject_routing
-from routing_synthetic import PROFILES, RoutingProfile, synthetic_ids
+from routing_synthetic import synthetic_ids
 
 Json = dict[str, Any]
 
@@ -94,11 +95,8 @@ class DecodeBench:
         self.begin = time.perf_counter()
         self.device: torch.device = options.device
         self.subject: Subject = build(options.model, options.layers, None, self.device)
-        profile: str | RoutingProfile = options.profile or options.model
+        self.profile = profile = profile_of(self.subject, options.profile or options.model)
         config = self.subject.model.config
-        if profile not in PROFILES:
-            profile = RoutingProfile(self.subject.num_experts, config.num_experts_per_tok)
-        self.profile = profile
         self.layers = len(self.subject.experts)
         sizes = self.subject.bank_bytes
         self.results: Json = {

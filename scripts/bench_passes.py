@@ -43,10 +43,11 @@ class Clock(StoppingCriteria):
 
 
 class Passes:
-    """Runs the model."""
+    """Runs the model; `begin` is called before each pass."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, begin: Callable[[], None] = lambda: None) -> None:
         self._subject = subject
+        self._begin = begin
 
     def prompt(self, length: int) -> torch.Tensor:
         """The same random tokens for the same length."""
@@ -57,6 +58,7 @@ class Passes:
     @torch.no_grad()
     def prefill(self, ids: torch.Tensor) -> torch.Tensor:
         """One forward over a prompt with a new cache. No mask is passed, so attention needs no memory for one."""
+        self._begin()
         logits: torch.Tensor = self._subject.model(input_ids=ids, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].clone()
 
@@ -76,4 +78,5 @@ class Passes:
     def _generate(self, ids: torch.Tensor, tokens: int, **more: Any) -> Any:
         count = {"max_new_tokens": tokens, "min_new_tokens": tokens}
         mask = torch.ones_like(ids)
+        self._begin()
         return self._subject.model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **count, **more)

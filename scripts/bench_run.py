@@ -26,8 +26,10 @@ from bench_host import PinnedBlock
 from bench_models import Subject, build, describe_machine, describe_settings
 from bench_passes import Passes, timed
 from bench_recall import Recall
+from bench_routing import Routing, profile_of
 from bench_shapes import DEMO
 from bench_table import equality_word
+from routing_synthetic import PROFILES
 
 __all__ = ["Bench"]
 
@@ -64,6 +66,7 @@ class Bench:
         # Made by `build`.
         self.subject: Subject
         self.passes: Passes
+        self.routing: Routing
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -86,7 +89,10 @@ class Bench:
         options = self.options
         make = functools.partial(build, options.model, options.layers, options.checkpoint, self.device)
         seconds, self.subject = timed(self.device, make)
-        self.passes = Passes(self.subject)
+        profile = options.routing or (None if options.checkpoint else options.model)
+        longest = max(*options.lengths, options.decode_prompt + options.decode_tokens + 2)
+        self.routing = Routing(self.subject, profile and profile_of(self.subject, profile), longest)
+        self.passes = Passes(self.subject, self.routing.begin)
         if "resident" in options.arms:
             self.subject.home = self.device
         self.subject.place_experts(self.subject.home)
@@ -96,6 +102,7 @@ class Bench:
             "name": Path(options.checkpoint).name if options.checkpoint and options.model != DEMO else options.model,
             "class": type(self.subject.model).__name__,
             "random_weights": options.checkpoint is None,
+            "routing": profile and (profile if profile in PROFILES else "default"),
             "layers": config.num_hidden_layers,
             "banks": len(banks),
             "bank_bytes": sum(banks.values()),
@@ -274,7 +281,9 @@ class Bench:
                     self.references[key] = record(self.subject, work).to(torch.device("cpu"))
                     self.results["needed"][key] = needed(self.subject, self.references[key], decode=key == DECODE)
                 if key in self.references:
-                    result["equality"][key] = equality(self.subject, self.references[key], record(self.subject, work))
+                    observed = record(self.subject, work)
+                    with self.routing.off():
+                        result["equality"][key] = equality(self.subject, self.references[key], observed)
                     self.say(f"{arm.name}: {key}: equal: {equality_word(result['equality'][key])}")
             except Exception as error:  # noqa: BLE001 - as above
                 result["equality"][key] = {"error": one_line(error)}

@@ -144,6 +144,8 @@ def full_table(results: Json, images: list[str]) -> str:
     """Where it was measured, every point of every arm, and every kind of check with what it missed."""
     model, link = results["model"], results["link"]
     weights = "random weights" if model.get("random_weights") else "trained weights"
+    if model.get("routing"):
+        weights += f", routing `{model['routing']}`"
     lines = [
         f"- {model_line(results)}, {weights}; the largest layer's experts are {model['largest_bank_bytes'] / 1e9:,.3f} GB",
         f"- {machine_line(results)}",

@@ -301,12 +301,8 @@ def test_compiled_decoding_step(device: torch.device) -> None:
 def test_offloaded_cache(model_of: Build, device: torch.device, family: str, cache: str) -> None:
     """A key-value cache that moves between host and device on streams of its own, beside the experts."""
     model, ids = model_of(family), prompt(LONG, device=device)
-
-    def run() -> Outcome:
-        outcome = generate(model, ids, cache_implementation=cache)
-        return outcome if cache == "offloaded" else Outcome(outcome.tokens, ())
-
-    check(model, device, run)
+    # Compiled by torch 2.11 the streams of such a cache crash the interpreter, wherever the experts are.
+    check(model, device, lambda: generate(model, ids, cache_implementation=cache, disable_compile=True))
 
 
 @both_families

@@ -20,6 +20,7 @@ FORMS = [
      [{"PADDED": padded, "CHUNK": 32} for padded in (32, 128, 512)]),
     (kernels._list, {"ids": "*i64", "lists": "*i64", "most": "i32", "totals": "*i64", "expert_of": "*i32", "number": "i32",
                      "total": "i32", "rows": "i32"}, [{"PADDED": padded, "CHUNK": 32} for padded in (32, 512)]),
+    (kernels._mark, {"ids": "*i64", "marks": "*i64", "count": "i32", "total": "i32"}, [{"SPAN": kernels._WORDS}]),
     (kernels._gather, {"lists": "*i64", "most": "i32", "host": "*u8", "cached": "*u8", "destination": "*u8", "tensors": "*i64"},
      [{"TO_ROWS": to_rows, "WORDS": kernels._WORDS} for to_rows in (True, False)]),
     (unpacking._unpack, {"blocks": "*u8", "destination": "*i16", "lists": "*i64", "per_row": "i32", "weights": "i32"},

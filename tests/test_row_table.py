@@ -232,14 +232,14 @@ def check_scores(device: torch.device) -> None:
 
 def check_list(device: torch.device) -> None:
     """`list_experts` names the distinct experts in ascending order, with their rows, and leaves table and ids as they are."""
-    from hf_prefetch.device.kernels import list_experts
+    from hf_prefetch.device.kernels import _MANY, list_experts
 
     for experts, rows in sizes(device):
         both, choose = Both(device, experts, rows), random.Random(rows)
         totals, sums = torch.zeros(2, dtype=torch.int64, device=device), [0, 0]
         for kind, ids in calls_for(choose, experts, rows, 3):
             both.step(ids) if kind == "step" else both.prompt(ids)
-            asked = [[choose.randrange(-2, experts + 3) for _ in range(choose.choice([1, 2, 40]))]]
+            asked = [[choose.randrange(-2, experts + 3) for _ in range(choose.choice([1, 2, 40, 2 * _MANY + 3]))]]
             before, scores = both.table.expert_of.clone(), both.table.scores.clone()
             for table in (both.table, None):
                 given_ids = torch.tensor(asked, device=device)

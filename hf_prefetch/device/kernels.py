@@ -1,7 +1,7 @@
 """Triton kernels. Imported only where they run; `device/rows.py` and `device/table.py` do the same work elsewhere.
 
 [Note: one program holds the table]
-`_assign` and `_list_experts` are one program each. What a program looks up it has read before it wrote anything, so no look-up
+`_assign` and `_list` are one program each. What a program looks up it has read before it wrote anything, so no look-up
 depends on a store of the same launch: within a launch nothing orders them.
 """
 
@@ -19,8 +19,9 @@ __all__ = ["assign_rows", "gather_rows", "list_experts"]
 _WORDS = 1024
 _PROGRAMS = 16
 _SMALLEST = tl.constexpr(SMALLEST)
-# Columns that the one-program kernels compare at once.
+# Columns that the one-program kernels compare at once, and ids from which on they are given the distinct ones only.
 _CHUNK = 32
+_MANY = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -132,6 +133,15 @@ def _list(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _mark(ids, marks, count, total, SPAN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write every id that is there to its own place; those beyond the last expert are one id."""
+    place = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    some = tl.load(ids + place, mask=place < count, other=-1)
+    some = tl.minimum(some, total)
+    tl.store(marks + some, some, mask=some >= 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _copy(  # type: ignore[no-untyped-def]
     host, cached, destination, first, in_cache, words, row, TO_ROWS: tl.constexpr, WORDS: tl.constexpr
 ):
@@ -200,6 +210,11 @@ def list_experts(ids: torch.Tensor, experts: int, table: RowTable | None, totals
     """
     flat = ids.reshape(-1)
     most = min(flat.numel(), experts)
+    if flat.numel() > _MANY:
+        # One program would read them for milliseconds; what it gets here are the distinct ones.
+        marks = torch.full((experts + 1,), -1, dtype=torch.int64, device=ids.device)
+        _mark[(triton.cdiv(flat.numel(), _WORDS),)](flat, marks, flat.numel(), experts, SPAN=_WORDS)
+        flat = marks
     lists = torch.empty(2 * most + 3, dtype=torch.int64, device=ids.device)
     lists, rest = lists[: 2 * most + 1], lists[2 * most + 1 :]
     totals = rest if totals is None else totals
