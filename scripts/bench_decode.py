@@ -347,7 +347,7 @@ class DecodeBench:
 
             def run(ids: torch.Tensor = ids) -> None:
                 lane.use_slot(bank, ids)
-                lane.hand_out_slot(bank)
+                lane.hand_out_slot(bank, ids, routed=True)
                 lane.release(bank)
 
             run()

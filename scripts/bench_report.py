@@ -19,7 +19,7 @@ MIB, GIB = 2**20, 2**30
 CONTRACT = {
     "prefill / lim": 1.02,
     "packed, prefill / all weights over the link": 0.80,
-    "time / what the bytes in host memory allow": 1.05,
+    "time / in proportion to the bytes in host memory": 1.05,
     "speed-up over accelerate": 6.5,
     "speed-up over diffusers": 1.25,
     "speed-up over diffusers, whole model": 1.25,
@@ -221,12 +221,16 @@ def _point_checks(results: Json, name: str, arm: Json, key: str, point: Json) ->
 
 
 def _proportion(results: Json, name: str, key: str, point: Json, host: int) -> list[Json]:
-    """Does the time fall with the bytes in host memory? Only for prompts that take less time than all the bytes would."""
+    """Does the time fall with the bytes in host memory, from that of all of them to that of none?
+
+    Only for prompts that take less time than all the bytes would.
+    """
     link, resident = results["link"], _median(results, "resident", key)
-    if "gb_per_s" not in link or resident is None or resident > link["limit_seconds"]:
+    if resident is None or resident > link.get("limit_seconds", 0.0):
         return []
-    allowed = max(resident, host / link["gb_per_s"] / 1e9 + link["bank_seconds"]) if host else resident
-    return [_check("time / what the bytes in host memory allow", name, key, point["median"] / allowed, "<=")]
+    whole = _median(results, "prefetch-3@100%", key) or link["limit_seconds"]
+    allowed = resident + host / results["model"]["bank_bytes"] * (whole - resident)
+    return [_check("time / in proportion to the bytes in host memory", name, key, point["median"] / allowed, "<=")]
 
 
 def _enabling(results: Json, name: str, arm: Json) -> list[Json]:

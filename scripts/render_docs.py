@@ -30,7 +30,7 @@ README_FILE = "qwen3-30b-a3b"
 README_LENGTHS = (200, 2048, 8192, 32768)
 README_ARMS = {
     "resident": "all on the GPU",
-    "": "limit of the link",
+    "": "all experts over the link",
     MAIN_ARM: "**prefetch, 3 slots**",
     "accelerate": "accelerate",
     "diffusers": "diffusers, experts only",
