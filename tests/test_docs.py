@@ -123,7 +123,7 @@ def test_a_measurement_fills_the_tables(scripts: Callable[[str], ModuleType], ro
     assert readme.startswith("# Package\n\n<!-- table: readme -->\n")
     assert readme.endswith("<!-- end -->\n\nThe end.\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in readme.splitlines() if line.startswith("|")]
-    assert rows[0] == ["prompt", "all on the GPU", "limit of the link", "**prefetch, 3 slots**", "accelerate"]
+    assert rows[0] == ["prompt", "all on the GPU", "all experts over the link", "**prefetch, 3 slots**", "accelerate"]
     assert rows[2:] == [
         ["200 tokens", "0.020 s", "0.320 s", "0.330 s", "-"],
         ["8,192 tokens", "0.100 s", "0.320 s", "0.340 s", "1.700 s"],
