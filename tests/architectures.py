@@ -22,7 +22,18 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["ABSENT", "ARCHITECTURES", "EXPERTS", "Architecture", "Output", "build", "logits_of", "run"]
+__all__ = [
+    "ABSENT",
+    "ARCHITECTURES",
+    "EXPERTS",
+    "NEW_TOKENS",
+    "Architecture",
+    "Output",
+    "build",
+    "inputs_of",
+    "logits_of",
+    "run",
+]
 
 VOCABULARY, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 128, 64, 32, 8, 2
 # 2 x 16 tokens, each to one expert at least, are two routed ids per expert and more: a prompt's experts are sent ahead.
@@ -514,14 +525,14 @@ def build(name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Pr
 @torch.no_grad()
 def logits_of(name: str, model: nn.Module) -> torch.Tensor:
     """What one forward over the prompt gives: logits, or the last map of features."""
-    output = model(**_inputs(name, model))
+    output = model(**inputs_of(name, model))
     return output.logits if "logits" in output else output.feature_maps[-1]
 
 
 @torch.no_grad()
 def run(name: str, model: nn.Module) -> Output:
     """What a model of an architecture computes for its prompt: one forward and, where it has that, a greedy generation."""
-    architecture, inputs = ARCHITECTURES[name], _inputs(name, model)
+    architecture, inputs = ARCHITECTURES[name], inputs_of(name, model)
     logits = logits_of(name, model)
     if not architecture.generates:
         return Output(logits)
@@ -532,7 +543,8 @@ def run(name: str, model: nn.Module) -> Output:
     return Output(logits, getattr(tokens, "sequences", tokens))
 
 
-def _inputs(name: str, model: nn.Module) -> Options:
+def inputs_of(name: str, model: nn.Module) -> Options:
+    """The arguments of a forward, in the dtype and on the device of a model."""
     inputs = ARCHITECTURES[name].inputs(torch.Generator().manual_seed(1))
     dtypes = {key: model.dtype if value.is_floating_point() else value.dtype for key, value in inputs.items()}
     return {key: value.to(model.device, dtypes[key]) for key, value in inputs.items()}
