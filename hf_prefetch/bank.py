@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attributes import place_of
 from .forms import can_open, is_plain, opened, parts_of
 from .layout import BankLayout
 
@@ -24,16 +25,18 @@ class ExpertBank:
     [Note: owners and holders]
     A *holder* is a module whose forward reads the bank: hooks go there. Its weights are its own Parameters, or those of modules
     inside it, their *owners*: a list of experts, say, over which a block loops. They are named as in a state dict of the
-    holder: `gate_up_proj`, or `experts.3.up.weight`.
+    holder: `gate_up_proj`, or `experts.3.up.weight`. What an owner keeps among its attributes is named by the way there:
+    `experts.gate_up_proj.storage.data`.
 
     Attributes:
         index: position among the model's banks, in the order of `named_modules`.
         name: path of the module that the experts are in.
         holders: every module that holds it, in weak references: whoever keeps a bank must not keep its model.
-        parameters: the Parameters that travel, by name. While the bank is prefetched they stay the same objects; what
-            they point at is host memory.
+        parameters: the Parameters that travel, by name, or tensors in their place. While the bank is prefetched they stay
+            the same objects; what they point at is host memory.
         num_experts: how many experts there are.
         ids_argument: name and position of the expert ids among the arguments of `forward`; None where it isn't given any.
+        has_beside: whether a holder has tensors among its attributes that belong to experts by their numbers and stay there.
         layout: where each parameter, or each part of one, lies in the bank's block of bytes.
     """
 
@@ -44,6 +47,7 @@ class ExpertBank:
     num_experts: int
     ids_argument: tuple[str, int] | None
     layout: BankLayout
+    has_beside: bool = False
     # Weak on both sides: a module owns its own weights as a rule, and an entry must not keep itself.
     _places: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[nn.Module], str, str]]] = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
@@ -108,30 +112,37 @@ class ExpertBank:
         return tuple(dict.fromkeys(owner for module in self.modules for owner, _, _ in self.places(module)))
 
     def places(self, module: nn.Module) -> list[tuple[nn.Module, str, str]]:
-        """Where a holder's weights are: owner, name of the Parameter there, name in the bank."""
+        """Where a holder's weights are: owner, name of the weight there, name in the bank."""
         places = self._places.get(module)
         if places is None:
-            paths = [(name.rpartition("."), name) for name in self.parameters]
-            places = [(weakref.ref(module.get_submodule(path)), own, name) for (path, _, own), name in paths]
+            owners = ((_owner_of(module, name), name) for name in self.parameters)
+            places = [(weakref.ref(owner), own, name) for (owner, own), name in owners]
             self._places[module] = places
         return [(owner, own, name) for reference, own, name in places if (owner := reference()) is not None]
 
     def point(self, module: nn.Module, tensors: dict[str, nn.Parameter]) -> None:
         """Make a holder read these tensors."""
         for owner, own, name in self.places(module):
-            owner._parameters[own] = tensors[name]
+            values, key = place_of(owner, own)
+            values[key] = tensors[name]
 
     def replaced(self, module: nn.Module, tensors: dict[str, nn.Parameter] | None = None) -> Iterator[str]:
         """Names of a holder's weights that are not these tensors; the bank's Parameters, if none are given."""
         expected = self.parameters if tensors is None else tensors
-        return (name for owner, own, name in self.places(module) if owner._parameters.get(own) is not expected[name])
+        for owner, own, name in self.places(module):
+            values, key = place_of(owner, own)
+            if values.get(key) is not expected[name]:
+                yield name
 
     def rebind(self) -> None:
         """Look the Parameters up again: accelerate puts new ones in place when it attaches or detaches a hook."""
         for owner, own, name in self.places(self.modules[0]):
-            parameter = owner._parameters[own]
+            values, key = place_of(owner, own)
+            parameter = values.get(key)
             assert parameter is not None, f"{self.name}.{name} is gone"
-            self.parameters[name] = parameter
+            # A view would keep what it is a view of, wherever it points.
+            is_view = not isinstance(parameter, nn.Parameter) and parameter._is_view()
+            self.parameters[name] = parameter.data if is_view else parameter
         for module in self.modules:
             self.point(module, self.parameters)
 
@@ -152,3 +163,10 @@ class ExpertBank:
         if len(args) > position:
             return (*args[:position], ids, *args[position + 1 :]), kwargs
         return args, kwargs | {name: ids}
+
+
+def _owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module inside that has a weight as its own, and how it is named there."""
+    while (inner := module._modules.get(name.partition(".")[0])) is not None:
+        module, name = inner, name.partition(".")[2]
+    return module, name

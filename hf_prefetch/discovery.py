@@ -5,11 +5,16 @@
 with hidden states, expert ids and routing weights. That is the layout of nearly every Mixture-of-Experts model in transformers
 5: Mixtral, Qwen-MoE, OLMoE, DeepSeek, gpt-oss with its biases and others. Where a module says that it has as many experts as
 its parameters have rows (`num_experts`), one such parameter will do, and it need not be given ids.
-*Wrapped*: a module of experts that is called in the same way and whose weights are those of the module inside it.
+*Wrapped*: a module of experts that is called in the same way and whose weights are those of the module inside it, or whose
+weights are all stacks of one height in modules inside it.
 *Listed*: a ModuleList or ModuleDict of experts, all of one kind. What reads it is its own forward, or that of the module around
 it.
+*Kept beside*: a module of experts whose stacks are among its attributes, in objects that its kernels want. What reads them is
+the module around it, by whatever method.
 
-Single experts are sent of the stacked ones only; the others get whole banks.
+Single experts are sent of the stacked ones only; the others get whole banks. So do stacked ones inside an adapter: a module
+around them that has Parameters of its own and passes on what it is given. It may look at their weights before it calls them,
+so it is the one that is hooked.
 """
 
 from __future__ import annotations
@@ -18,10 +23,13 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
+import torch
 from torch import nn
 
+from .attributes import tensors_beside
 from .bank import ExpertBank
 from .forms import parts_of, unfit
 from .layout import BankLayout
@@ -39,8 +47,8 @@ __all__ = [
 
 _SPARSE = ("eager", "batched_mm", "grouped_mm")
 _KEPT_ELSEWHERE = (
-    "its weights are not among its Parameters: a quantization keeps them elsewhere. Load the model dequantized, with "
-    "Mxfp4Config(dequantize=True) for example"
+    "its weights are neither among its Parameters nor tensors among its attributes with a row for each expert: a quantization "
+    "keeps them elsewhere. Load the model dequantized, with Mxfp4Config(dequantize=True) for example"
 )
 _ANY_ORDER = ("batched_mm", "grouped_mm")
 
@@ -71,19 +79,22 @@ def find_banks(model: nn.Module) -> Discovery:
     Raises:
         ValueError: there is none. The message says what was found and what would work.
     """
-    found: dict[tuple[int, ...], list[_Candidate]] = {}
+    found: dict[tuple[tuple[str, int], ...], list[_Candidate]] = {}
     refusals: list[Refusal] = []
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        candidate = _stacked(name, module) or _wrapped(name, module) or _listed(name, module, modules)
+        candidate = (
+            _stacked(name, module) or _beside(name, module, modules) or _wrapped(name, module) or _listed(name, module, modules)
+        )
         if isinstance(candidate, _Candidate):
-            found.setdefault(tuple(map(id, candidate.parameters.values())), []).append(candidate)
+            candidate = _in_adapters(candidate, modules)
+            found.setdefault(tuple((key, id(value)) for key, value in candidate.parameters.items()), []).append(candidate)
         elif candidate is not None:
             refusals.append(Refusal(name or "(the model itself)", type(module).__name__, candidate))
-    holders = Counter(parameter for parameters in found for parameter in parameters)
+    holders = Counter(parameter for parameters in found for _, parameter in parameters)
     # What has its weights in a bank around it needs no word.
     refusals = [one for one in refusals if not any(id(p) in holders for p in modules.get(one.name, model)._parameters.values())]
-    for parameters in [key for key in found if any(holders[parameter] > 1 for parameter in key)]:
+    for parameters in [key for key in found if any(holders[parameter] > 1 for _, parameter in key)]:
         reason = "it shares some of its weights, but not all, with another experts module"
         refusals += [Refusal(one.name, type(one.module).__name__, reason) for one in found.pop(parameters)]
     banks = tuple(_bank(index, candidates) for index, candidates in enumerate(found.values()))
@@ -125,7 +136,7 @@ def takes_other_ids(module: nn.Module, implementation: str | None, bank: ExpertB
     `eager` adds up the experts' outputs in the order of their ids; the others do so in the order in which a token lists them.
     What the module has for each expert besides its bank, a scale of its inputs say, would keep the old numbers.
     """
-    if implementation not in _ANY_ORDER or "num_experts" not in module.__dict__:
+    if implementation not in _ANY_ORDER or "num_experts" not in module.__dict__ or bank.has_beside:
         return False
     besides = (
         tensor for name, tensor in (*module._parameters.items(), *module._buffers.items()) if name not in bank.parameters
@@ -137,6 +148,8 @@ def _bank(index: int, candidates: list[_Candidate]) -> ExpertBank:
     first = candidates[0]
     tensors = parts_of(first.parameters)
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors.values()}
+    ours = {id(tensor) for tensor in tensors.values()}
+    beside = (tensor for candidate in candidates for tensor in tensors_beside(candidate.module).values())
     return ExpertBank(
         index=index,
         name=first.name,
@@ -145,6 +158,7 @@ def _bank(index: int, candidates: list[_Candidate]) -> ExpertBank:
         num_experts=first.num_experts,
         ids_argument=first.ids_argument,
         layout=BankLayout.of(tensors.items(), stacked=first.stacked and rows == {first.num_experts}),
+        has_beside=any(_is_stack(tensor, first.num_experts) and id(tensor) not in ours for tensor in beside),
     )
 
 
@@ -154,9 +168,11 @@ def _bank(index: int, candidates: list[_Candidate]) -> ExpertBank:
 def _stacked(name: str, module: nn.Module) -> _Candidate | str | None:
     """A bank of stacked parameters; why it is none, if it looks like one; None if it doesn't."""
     own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
-    matrices = [parameter for parameter in own.values() if parameter.dim() == 3]
+    # Blocks of a quantized matrix may have more dimensions than it has; in other modules such are convolutions.
+    dims = range(3, 6 if _is_called_experts(name, module) else 4)
+    matrices = [parameter for parameter in own.values() if parameter.dim() in dims]
     if not matrices:
-        return _KEPT_ELSEWHERE if _keeps_weights_elsewhere(name, module) else None
+        return None
     rows = {parameter.shape[0] for parameter in matrices}
     # Every stack of matrices, and what has as many rows.
     stacked = {key: parameter for key, parameter in own.items() if parameter.dim() >= 2 and parameter.shape[0] in rows}
@@ -183,26 +199,68 @@ def _stacked(name: str, module: nn.Module) -> _Candidate | str | None:
     return _Candidate(name, module, stacked, max(rows), ids, stacked=len(rows) == 1 and ids is not None)
 
 
-def _keeps_weights_elsewhere(name: str, module: nn.Module) -> bool:
-    """Whether it is called as experts are, and neither it nor any module inside has weights as Parameters."""
+def _beside(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> _Candidate | str | None:
+    """A bank of stacks that a module keeps among its attributes, or why it is none, if it has no weights anywhere else."""
     if not _is_called_experts(name, module) or _lists_modules(module) or not _has_forward(module):
-        return False
-    return all(parameter.dim() < 3 for parameter in module._parameters.values() if parameter is not None) and not any(
-        True for child in module.children() for _ in child.parameters()
-    )
+        return None
+    own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    if any(parameter.dim() > 2 for parameter in own.values()) or any(
+        True for each in module.children() for _ in each.parameters()
+    ):
+        return None
+    count = getattr(module, "num_experts", None)
+    rows = {key: tensor for key, tensor in (*tensors_beside(module).items(), *own.items()) if _is_stack(tensor, count, 2)}
+    if sum(tensor.dim() > 2 for tensor in rows.values()) < 2:
+        return _KEPT_ELSEWHERE
+    parent, _, here = name.rpartition(".")
+    around, prefix = (modules[parent], f"{here}.") if name and _has_forward(modules[parent]) else (module, "")
+    inside = {prefix + key: cast(nn.Parameter, tensor) for key, tensor in rows.items()}
+    return _unfit(inside) or _Candidate(name, around, inside, next(iter(rows.values())).shape[0])
+
+
+def _is_stack(tensor: torch.Tensor, rows: object, dims: int = 1) -> bool:
+    """Whether it has this many rows, and at least so many dimensions."""
+    return tensor.dim() >= dims and tensor.shape[0] == rows
 
 
 def _wrapped(name: str, module: nn.Module) -> _Candidate | str | None:
-    """A bank whose weights are those of the module inside."""
-    if not _is_called_experts(name, module) or len(_positional_arguments(module)) < 3 or _lists_modules(module):
+    """A bank whose weights are those of modules inside."""
+    if not _is_called_experts(name, module) or _lists_modules(module) or not _has_forward(module):
         return None
     if any(parameter is not None for parameter in module._parameters.values()):
         return None
+    if any(isinstance(_stacked(key, each), _Candidate) for key, each in module.named_modules() if key):
+        return None
     inside = dict(module.named_parameters())
-    if not inside or len({key.partition(".")[0] for key in inside}) > 1:
+    heights = {parameter.shape[0] if parameter.dim() == 3 else 0 for parameter in inside.values()}
+    if len(inside) > 1 and len(heights) == 1 and (rows := max(heights)) > 1:
+        return _unfit(inside) or _Candidate(name, module, inside, rows)
+    of_one = len({key.partition(".")[0] for key in inside}) == 1
+    if not of_one or len(_positional_arguments(module)) < 3:
         return None
     count = getattr(module, "num_experts", None)
     return _unfit(inside) or _Candidate(name, module, inside, count if isinstance(count, int) else 2)
+
+
+def _in_adapters(candidate: _Candidate, modules: dict[str, nn.Module]) -> _Candidate:
+    """The same as the outermost adapter around it holds it."""
+    name, prefix, adapted = candidate.name, "", candidate
+    weights = set(map(id, candidate.parameters.values()))
+    while name and candidate.module is modules[candidate.name]:
+        name, _, inner = name.rpartition(".")
+        around, prefix = modules[name], f"{inner}.{prefix}"
+        if not _passes_on(around):
+            break
+        if any(id(parameter) not in weights for parameter in around.parameters()):
+            parameters = {prefix + key: parameter for key, parameter in candidate.parameters.items()}
+            adapted = replace(candidate, name=name, module=around, parameters=parameters)
+    return adapted
+
+
+def _passes_on(module: nn.Module) -> bool:
+    """Whether its forward takes any arguments, as that of a module does which only passes them on."""
+    signature = inspect.signature(type(module).forward)
+    return _has_forward(module) and any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in signature.parameters.values())
 
 
 def _listed(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> _Candidate | str | None:

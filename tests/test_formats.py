@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
+import formats
 from caching import budget, cached
-from formats import FP8, fp8_model, gguf_model, torch_kernels
+from formats import FP8, fp8_model, gguf_model, mxfp4_model, torch_kernels
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from hf_prefetch.discovery import find_banks
 from hf_prefetch.testing import FakeDevice
@@ -74,10 +77,135 @@ def test_what_stays_behind_keeps_its_numbers(monkeypatch: pytest.MonkeyPatch) ->
     assert check(model, EXPERTS // 2).cached_calls == 0
 
 
+def test_what_is_kept_beside_keeps_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same among attributes."""
+    torch_kernels(monkeypatch.setattr)
+    model = fp8_model("blocks")
+    model.set_experts_implementation("batched_mm")
+    for module in experts_of(model).values():
+        module.input = SimpleNamespace(scale=torch.ones(EXPERTS))
+    assert check(model, EXPERTS // 2).cached_calls == 0
+
+
 def test_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of bytes are tensors like others. Nothing says that only routed rows are read, so tokens take whole banks."""
     report = check(gguf_model(monkeypatch.setattr), 0)
     assert report.routed_calls == 0
+
+
+# -- weights in objects of kernels ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_mxfp4(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's tensors and biases are one bank, read by the block around it; objects stay the same ones."""
+    model = mxfp4_model(monkeypatch.setattr)
+    banks = find_banks(model).banks
+    assert len(banks) == len(experts_of(model))
+    assert {name.partition(".")[2] for name in banks[0].parameters} == {
+        *(f"{name}_proj{rest}" for name in ("gate_up", "down") for rest in ("_bias", ".storage.data")),
+        *(f"{name}_proj_precision_config.weight_scale.storage.data" for name in ("gate_up", "down")),
+    }
+    module = next(iter(experts_of(model).values()))
+    held = [module.gate_up_proj, module.down_proj_precision_config.weight_scale]
+    before = [(each, each.storage, each.storage.data.stride(), each.storage.data.clone()) for each in held]
+    report = check(model, 0, slots)
+    assert report.host_bytes == sum(bank.nbytes for bank in banks)
+    for each, storage, stride, value in before:
+        assert each.storage is storage
+        assert type(storage.data) is torch.Tensor
+        assert storage.data.stride() == stride
+        assert torch.equal(storage.data, value)
+
+
+def test_a_slot_is_all_that_kernels_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of the host is in their objects during a call, and none of a slot after it, even after an error."""
+    model, ids = mxfp4_model(monkeypatch.setattr), prompt(LONG)
+    module = list(experts_of(model).values())[2]
+    seen: list[int] = []
+    own = formats._MXFP4_KERNELS.matmul_ogs.matmul_ogs
+
+    def watches(given: torch.Tensor, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if weight is module.down_proj:
+            seen.append(weight.storage.data.data_ptr())
+            raise ZeroDivisionError
+        return own(given, weight, *args, **kwargs)
+
+    enable_expert_prefetch(model, device="cpu")
+    host = module.down_proj.storage.data.data_ptr()
+    monkeypatch.setattr(formats._MXFP4_KERNELS.matmul_ogs, "matmul_ogs", watches)
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        model(ids)
+    assert len(seen) == 1
+    assert seen[0] != host
+    assert module.down_proj.storage.data.data_ptr() == host
+    disable_expert_prefetch(model)
+
+
+def test_views_in_objects_do_not_keep_what_they_are_views_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transposed tensor knows the one that it was made of; experts would be there twice."""
+    model = mxfp4_model(monkeypatch.setattr)
+    storage = next(iter(experts_of(model).values())).gate_up_proj.storage
+    whole = storage.data.transpose(1, 2).clone()
+    storage.data, held = whole.transpose(1, 2), weakref.ref(whole)
+    ids, expected = prompt(LONG), outcome(model, prompt(LONG))
+    del whole
+    assert held() is not None
+    enable_expert_prefetch(model, device="cpu")
+    assert held() is None
+    assert all(map(torch.equal, outcome(model, ids), expected))
+    disable_expert_prefetch(model)
+    assert all(map(torch.equal, outcome(model, ids), expected))
+
+
+def test_weights_replaced_in_objects_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those among Parameters are."""
+    model = mxfp4_model(monkeypatch.setattr)
+    storage = next(iter(experts_of(model).values())).gate_up_proj.storage
+    enable_expert_prefetch(model, device="cpu")
+    own, storage.data = storage.data, storage.data.clone()
+    with pytest.raises(RuntimeError, match=r"gate_up_proj\.storage\.data was replaced"), torch.no_grad():
+        model(prompt(LONG))
+    storage.data = own
+    disable_expert_prefetch(model)
+
+
+def test_blocks_of_matrices_as_parameters() -> None:
+    """Blocks of 16 bytes and a scale each, four dimensions and three, are rows like others."""
+
+    class BlockExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_experts = 8
+            self.blocks = nn.Parameter(torch.randint(0, 16, (8, 4, 2, 4), dtype=torch.uint8), requires_grad=False)
+            self.scales = nn.Parameter(torch.rand(8, 4, 2), requires_grad=False)
+
+        def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            matrices = (self.blocks * self.scales[..., None]).flatten(2)
+            return torch.einsum("tkoi,ti,tk->to", matrices[ids], hidden, weights).repeat(1, 2)
+
+    torch.manual_seed(0)
+    model, hidden = nn.Sequential(*(Routed(BlockExperts()) for _ in range(5))), torch.randn(16, 8)
+    bank = find_banks(model).banks[0]
+    assert set(bank.parameters) == {"blocks", "scales"}
+    expected = model(hidden)
+    enable_expert_prefetch(model, device="cpu")
+    assert torch.equal(model(hidden), expected)
+    assert torch.equal(model(hidden), expected)
+    assert model.expert_prefetch.report().lookahead_hits > 0
+    disable_expert_prefetch(model)
+
+
+class Routed(nn.Module):
+    """A layer around experts."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 8).requires_grad_(False), experts
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.gate(hidden).softmax(-1).topk(2)
+        return hidden + self.experts(hidden, ids, weights)  # type: ignore[no-any-return]
 
 
 # -- wrappers around several tensors --------------------------------------------------------------------------------------
@@ -156,8 +284,8 @@ def test_wrappers_that_can_not_be_taken_apart_are_left_where_they_are() -> None:
 # -- what can't be --------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_no_parameters_are_refused_with_the_remedy() -> None:
-    """gpt-oss with MXFP4 kernels keeps its weights in tensors of their own."""
+def test_weights_that_are_nowhere_are_refused_with_the_remedy() -> None:
+    """What an object keeps to itself can't be moved."""
     model = build("gpt_oss")
     for name in experts_of(model):
         experts = Mxfp4GptOssExperts(model.config)
