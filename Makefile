@@ -6,9 +6,9 @@ STAMP := $(if $(VENV),$(VENV)/installed)
 RUN := $(if $(VENV),$(VENV)/bin/python,PYTHONPATH=. $(PYTHON))
 
 OLDEST := build/transformers-5.17
-TORCHAO := build/torchao
+OPTIONAL := build/optional
 
-.PHONY: demo test test-oldest test-torchao lint clean
+.PHONY: demo test test-oldest test-optional lint clean
 
 demo: $(STAMP)
 	$(RUN) scripts/demo.py
@@ -20,9 +20,10 @@ test: $(STAMP) lint
 test-oldest: $(STAMP) $(OLDEST)/installed
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(OLDEST) $(VENV)/bin/python -m pytest -n 2 tests/test_architectures.py tests/test_formats.py
 
-# transformers imports torchao wherever it is installed, which takes seconds and prints: so it is there for these tests only.
-test-torchao: $(STAMP) $(TORCHAO)/installed
-	HF_HUB_OFFLINE=1 PYTHONPATH=$(TORCHAO) $(VENV)/bin/python -m pytest -n 2 tests/test_formats.py
+# Formats and adapters of other libraries. transformers imports these wherever they are installed, which takes seconds and
+# prints: so they are there for these tests only.
+test-optional: $(STAMP) $(OPTIONAL)/installed
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(OPTIONAL) $(VENV)/bin/python -m pytest -n 2 tests/test_formats.py tests/test_adapters.py
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
@@ -39,8 +40,8 @@ $(OLDEST)/installed: requirements-oldest.txt $(STAMP)
 	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) --requirement requirements-oldest.txt
 	touch $@
 
-$(TORCHAO)/installed: $(STAMP)
-	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(TORCHAO) torchao==0.18.0
+$(OPTIONAL)/installed: $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(OPTIONAL) torchao==0.18.0 peft==0.21.2
 	touch $@
 
 clean:

@@ -92,8 +92,12 @@ def find_banks(model: nn.Module) -> Discovery:
         elif candidate is not None:
             refusals.append(Refusal(name or "(the model itself)", type(module).__name__, candidate))
     holders = Counter(parameter for parameters in found for _, parameter in parameters)
-    # What has its weights in a bank around it needs no word.
-    refusals = [one for one in refusals if not any(id(p) in holders for p in modules.get(one.name, model)._parameters.values())]
+    # What has its weights in a bank around it needs no word, and neither has an adapter around a bank.
+    for one in tuple(refusals):
+        module = modules.get(one.name, model)
+        own = module.parameters() if _passes_on(module) else module._parameters.values()
+        if any(id(parameter) in holders for parameter in own):
+            refusals.remove(one)
     for parameters in [key for key in found if any(holders[parameter] > 1 for _, parameter in key)]:
         reason = "it shares some of its weights, but not all, with another experts module"
         refusals += [Refusal(one.name, type(one.module).__name__, reason) for one in found.pop(parameters)]

@@ -91,7 +91,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                     self._renumbered = True
                     module.__dict__["num_experts"] = handout.rows
                 self.bank.point(module, handout.tensors)
-                output = self._forward(forward, args, kwargs)
+                output = self._forward(module, forward, args, kwargs)
                 self._check_untouched(module, handout.tensors)
                 return output
             except BaseException:
@@ -119,10 +119,10 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                 refuse_export()
             raise RuntimeError(
                 f"{self.bank.name}.{name} was replaced after expert prefetching was enabled (a new Parameter or .data, "
-                "load_state_dict(assign=True), a parametrization, a dispatch), or is replaced for this call (PEFT's "
-                "target_parameters, torch.export, functional_call), so the device would get the old weights. Call "
-                "disable_expert_prefetch(model), replace it, and enable it again; what replaces weights for each call can't be "
-                "prefetched. Writing into them (load_state_dict, copy_) works at any time."
+                "load_state_dict(assign=True), a parametrization, a dispatch), or is replaced for this call (an adapter "
+                "that was added since, torch.export, functional_call), so the device would get the old weights. "
+                "Call disable_expert_prefetch(model), replace it or add the adapter, and enable it again. "
+                "Writing into them (load_state_dict, copy_) works at any time."
             )
 
     def _check_untouched(self, module: nn.Module, tensors: dict[str, nn.Parameter]) -> None:
@@ -134,14 +134,16 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                 "implementation (set_experts_implementation), or leave prefetching off."
             )
 
-    def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # A slot is refilled long before a backward could read it, so no graph may be built over it.
         with torch.no_grad():
             output = forward(*args, **kwargs)
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        watched = [value for value in (*inputs, *self.bank.parameters.values()) if value.requires_grad]
+        # Not only what travels: adapters, or a router in the block that was hooked, would silently get no gradient.
+        own = (*self.bank.parameters.values(), *module.parameters())
+        watched = [value for value in (*inputs, *own) if value.requires_grad]
         if not watched:
             return output
         refuse = functools.partial(_RefuseBackward.apply, self.bank.name)

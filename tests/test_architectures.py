@@ -34,9 +34,6 @@ PASSES = 2
 REFUSED = {
     "doge": "its experts are rows of two nn.Embedding, inside a block that routes and holds dense weights as well",
 }
-# Older versions of transformers have others: this one's experts route within, and each of its projections is a module.
-if hasattr(transformers.models.aria.modeling_aria, "AriaGroupedExpertsGemm"):
-    REFUSED["aria"] = "each projection is a module with one 3-D parameter, called with (input, tokens per expert) and no ids"
 # What ran into errors of its own in an older version, prefetched or not: then there is nothing to compare.
 MAY_NOT_RUN = ("deepseek_v4", "doge", "qwen3_omni_moe_talker")
 # Why tokens take whole banks where the experts that they use would do. All of them read routed rows only (found by filling
@@ -50,6 +47,9 @@ WHOLE_BANKS = {
     "step3p7": "its experts class is not decorated, so nothing says that its forward reads routed rows only",
     "switch_transformers": "its experts are modules of their own: which are called shows when they are",
 }
+# Older versions of transformers have others: this one's experts route by themselves.
+if hasattr(transformers.models.aria.modeling_aria, "AriaGroupedExpertsGemm"):
+    WHOLE_BANKS["aria"] = "called with hidden states and logits; each projection is a module inside, called without ids"
 # Blocks of tokens at a time, long enough for whole banks.
 BLOCKWISE = ("diffusion_gemma",)
 

@@ -1,0 +1,173 @@
+"""Adapters: low-rank changes of weights, on attention and on experts, as PEFT adds them and as others may."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+
+from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
+from hf_prefetch.discovery import find_banks
+from hf_prefetch.testing import FakeDevice, RaceChecker
+from models import EXPERTS, Snapshot, build, experts_of, prompt
+
+LONG, RANK, NEW_TOKENS = 24, 2, 4
+_DRAWN = torch.Generator().manual_seed(3)
+
+
+class Delta(nn.Module):
+    """Weights and what an adapter adds to them."""
+
+    def __init__(self, delta: torch.Tensor) -> None:
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.delta
+
+
+class Adapter(nn.Module):
+    """Changes one stack of weights of the module inside, for the time of a call."""
+
+    def __init__(self, inside: nn.Module, innermost: nn.Module, name: str) -> None:
+        super().__init__()
+        self.inside, self.name = inside, name
+        self.__dict__["innermost"] = innermost
+        experts, rows, columns = getattr(innermost, name).shape
+        self.first = nn.Parameter(torch.randn(experts, rows, RANK, generator=_DRAWN) * 0.1)
+        self.second = nn.Parameter(torch.randn(experts, RANK, columns, generator=_DRAWN) * 0.1)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        parametrize.register_parametrization(self.innermost, self.name, Delta(self.first @ self.second))
+        try:
+            return self.inside(*args, **kwargs)
+        finally:
+            parametrize.remove_parametrizations(self.innermost, self.name, leave_parametrized=False)
+
+
+def adapted(family: str = "qwen3_moe") -> PreTrainedModel:
+    """A small model with an adapter for each stack of its experts, one around the other."""
+    model = build(family)
+    for name, experts in experts_of(model).items():
+        outer = experts
+        for weight in ("gate_up_proj", "down_proj"):
+            outer = Adapter(outer, experts, weight)
+        model.set_submodule(name, outer)
+    return model
+
+
+def with_peft(**options: Any) -> Any:
+    """The same as PEFT does it."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("qwen3_moe"), peft.LoraConfig(r=RANK, lora_alpha=4, **options)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=_DRAWN) * 0.1)
+    return model
+
+
+EXPERTS_TOO = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+ADDED: dict[str, Callable[[], Any]] = {
+    "own": adapted,
+    "target_parameters": lambda: with_peft(**EXPERTS_TOO),
+    "one stack of them": lambda: with_peft(target_parameters=["experts.down_proj"]),
+    "all-linear": lambda: with_peft(target_modules="all-linear"),
+    "attention": lambda: with_peft(target_modules=["q_proj", "v_proj"]),
+}
+
+
+@torch.no_grad()
+def outcome(model: Any) -> tuple[torch.Tensor, ...]:
+    """Logits of a prompt, and tokens after it."""
+    ids = prompt(LONG)
+    return model(ids).logits, model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+@pytest.mark.parametrize("way", ADDED)
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_the_same_bits_ahead_of_use(way: str, slots: int) -> None:
+    """Off, on, again, and off; experts travel, adapters stay on the device."""
+    torch.manual_seed(0)
+    model = ADDED[way]()
+    expected, before, device = outcome(model), Snapshot.of(model), FakeDevice("lazy")
+    banks = find_banks(model).banks
+    experts = {id(parameter) for bank in banks for parameter in bank.parameters.values()}
+    assert len(banks) == 7
+    assert all(bank.num_experts == EXPERTS and len(bank.parameters) == 2 for bank in banks)
+    assert not any(id(parameter) in experts for name, parameter in model.named_parameters() if "lora" in name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enable_expert_prefetch(model, slots, device=device, progress=False)
+    for _ in range(2):
+        with device.watching():
+            assert all(map(torch.equal, outcome(model), expected))
+    report = model.expert_prefetch.report()
+    assert report.fallbacks == 0
+    assert report.lookahead_hits > 0
+    # Whoever adds to weights reads all of them.
+    assert (report.routed_calls > 0) == (way == "attention")
+    disable_expert_prefetch(model)
+    before.assert_restored(model)
+    assert all(map(torch.equal, outcome(model), expected))
+    RaceChecker().assert_clean(device.log)
+
+
+def test_an_adapter_shows() -> None:
+    """What the test above rests on."""
+    model = adapted()
+    expected = outcome(model)[0]
+    for adapter in (module for module in model.modules() if isinstance(module, Adapter)):
+        before, adapter.first.data = adapter.first.data, torch.zeros_like(adapter.first)
+        assert not torch.equal(outcome(model)[0], expected)
+        adapter.first.data = before
+
+
+@pytest.mark.parametrize("way", ["target_parameters", "all-linear"])
+def test_adapters_that_are_switched_off_and_on(way: str) -> None:
+    """As PEFT's users do; what the model gives without them is what it gave before."""
+    model = ADDED[way]()
+    expected = outcome(model)[0]
+    with model.disable_adapter():
+        without = outcome(model)[0]
+    assert not torch.equal(expected, without)
+    enable_expert_prefetch(model, device="cpu")
+    with model.disable_adapter():
+        assert torch.equal(outcome(model)[0], without)
+    assert torch.equal(outcome(model)[0], expected)
+    disable_expert_prefetch(model)
+
+
+@pytest.mark.parametrize("way", ["own", "target_parameters"])
+def test_training_adapters_is_refused(way: str) -> None:
+    """Also where nothing before the experts needs a gradient: without a word theirs would be missing."""
+    model = ADDED[way]()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in ("lora_", ".first", ".second")))
+    enable_expert_prefetch(model, device="cpu")
+    with pytest.raises(RuntimeError, match=r"disable_expert_prefetch\(model\) before training"):
+        model(prompt(LONG)).logits.sum().backward()
+    disable_expert_prefetch(model)
+    model(prompt(LONG)).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_adapters_that_are_added_to_an_enabled_model_are_refused() -> None:
+    """With the remedy, which works."""
+    model = build("qwen3_moe")
+    enable_expert_prefetch(model, device="cpu")
+    name, experts = next(iter(experts_of(model).items()))
+    model.set_submodule(name, Adapter(experts, experts, "down_proj"))
+    with pytest.raises(RuntimeError, match=r"an adapter that was added since.*enable it again"):
+        outcome(model)
+    disable_expert_prefetch(model)
+    expected = outcome(model)
+    enable_expert_prefetch(model, device="cpu")
+    assert all(map(torch.equal, outcome(model), expected))
+    disable_expert_prefetch(model)
