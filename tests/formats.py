@@ -6,18 +6,18 @@ Their kernels come from the Hub and want a GPU. Here torch does the same arithme
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import Mxfp4Config, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations import finegrained_fp8, hub_kernels, mxfp4
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import use_experts_implementation
 
+import quantized
 from models import build, experts_of
 
 __all__ = ["FP8", "fp8_model", "gguf_model", "mxfp4_model", "torch_kernels"]
@@ -113,107 +113,10 @@ def gguf_model(patch: Callable[..., None]) -> PreTrainedModel:
     return model
 
 
-# -- MXFP4: weights in objects as Triton's kernels have them ----------------------------------------------------------------
-
-
-@dataclass
-class Storage:
-    """Bytes, two values in each, or a scale in each."""
-
-    data: torch.Tensor
-
-
-@dataclass
-class TritonTensor:
-    """What a kernel is given."""
-
-    storage: Storage
-    shape: Any = None
-
-
-@dataclass
-class Precision:
-    """What goes with a weight."""
-
-    weight_scale: TritonTensor
-    flex_ctx: Any = None
-
-
-@dataclass
-class Routing:
-    """Which experts each token goes to, and with what weights."""
-
-    ids: torch.Tensor
-    gate_scal: torch.Tensor
-
-
-def _route(logits: torch.Tensor, top_k: int) -> tuple[Routing, None, None]:
-    weights, ids = logits.topk(top_k)
-    return Routing(ids, weights.softmax(-1)), None, None
-
-
-def _multiply(
-    given: torch.Tensor,
-    weight: TritonTensor,
-    bias: torch.Tensor,
-    routing: Routing,
-    *,
-    precision_config: Precision,
-    gammas: torch.Tensor | None,
-    fused_activation: Any = None,
-    **_: Any,
-) -> torch.Tensor:
-    """Each token with its experts' weights; after the second product their sum."""
-    blocks, scales = weight.storage.data, precision_config.weight_scale.storage.data
-    values = torch.tensor(mxfp4.FP4_VALUES)[torch.stack((blocks & 15, blocks >> 4), 2).flatten(1, 2).long()]
-    values *= (scales.float() - 127).exp2().repeat_interleave(values.shape[1] // scales.shape[1], 1)
-    assert values.shape == weight.shape
-    rows = given.float().repeat_interleave(routing.ids.shape[1], 0) if gammas is None else given.float()
-    ids = routing.ids.flatten()
-    product = torch.stack([row @ values[e] + bias[e] for row, e in zip(rows, ids.tolist(), strict=True)])
-    if fused_activation is not None:
-        return (product[:, ::2].sigmoid() * product[:, 1::2]).to(given.dtype)
-    assert gammas is not None
-    return (product.view(*gammas.shape, -1) * gammas[..., None]).sum(1).to(given.dtype)
-
-
-_MXFP4_KERNELS = SimpleNamespace(
-    matmul_ogs=SimpleNamespace(
-        matmul_ogs=_multiply,
-        PrecisionConfig=Precision,
-        FlexCtx=lambda **_: None,
-        InFlexData=lambda: None,
-        FnSpecs=lambda *_: None,
-        FusedActivation=lambda *_: "swiglu",
-    ),
-    routing=SimpleNamespace(routing=_route),
-    swiglu=SimpleNamespace(swiglu_fn=None),
-    tensor=SimpleNamespace(
-        FP4=None,
-        wrap_torch_tensor=lambda tensor, **_: tensor,
-        convert_layout=lambda tensor, *_, **__: TritonTensor(Storage(tensor)),
-    ),
-    tensor_details=SimpleNamespace(
-        layout=SimpleNamespace(StridedLayout=None, make_default_matmul_mxfp4_w_layout=lambda mx_axis: (None, {}))
-    ),
-)
-
-
 def mxfp4_model(patch: Callable[..., None]) -> PreTrainedModel:
     """A small gpt-oss as transformers loads it for the kernels of MXFP4, with torch in their place."""
-    patch(hub_kernels, "get_kernel", lambda *_, **__: _MXFP4_KERNELS)
-    patch(mxfp4, "triton_kernels_hub", _MXFP4_KERNELS, raising=False)
+    patch(hub_kernels, "get_kernel", None)
+    patch(mxfp4, "triton_kernels_hub", None, raising=False)
     model = build("gpt_oss", torch.bfloat16)
-    mxfp4.replace_with_mxfp4_linear(model, quantization_config=Mxfp4Config())
-    generator = torch.Generator().manual_seed(7)
-    for experts in experts_of(model).values():
-        experts.to_empty(device="cpu")
-        for name in ("gate_up_proj", "down_proj"):
-            bias = getattr(experts, f"{name}_bias")
-            bias.copy_(torch.randn(bias.shape, generator=generator))
-            columns = experts.hidden_size if name == "gate_up_proj" else experts.intermediate_size
-            size = (*bias.shape, columns // 32)
-            blocks = torch.randint(0, 256, (*size, 16), dtype=torch.uint8, generator=generator)
-            scales = torch.randint(122, 126, size, dtype=torch.uint8, generator=generator)
-            mxfp4.swizzle_mxfp4_convertops(blocks, scales, experts, name, torch.device("cpu"), _MXFP4_KERNELS)
-    return model.eval()
+    quantized.mxfp4_experts(model, torch.device("cpu"), None)
+    return model

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+from transformers.integrations import mxfp4
 
-import formats
 from caching import budget, cached
 from formats import FP8, fp8_model, gguf_model, mxfp4_model, torch_kernels
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
@@ -123,7 +122,8 @@ def test_a_slot_is_all_that_kernels_see(monkeypatch: pytest.MonkeyPatch) -> None
     model, ids = mxfp4_model(monkeypatch.setattr), prompt(LONG)
     module = list(experts_of(model).values())[2]
     seen: list[int] = []
-    own = formats._MXFP4_KERNELS.matmul_ogs.matmul_ogs
+    kernels = mxfp4.triton_kernels_hub.matmul_ogs
+    own = kernels.matmul_ogs
 
     def watches(given: torch.Tensor, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if weight is module.down_proj:
@@ -133,7 +133,7 @@ def test_a_slot_is_all_that_kernels_see(monkeypatch: pytest.MonkeyPatch) -> None
 
     enable_expert_prefetch(model, device="cpu")
     host = module.down_proj.storage.data.data_ptr()
-    monkeypatch.setattr(formats._MXFP4_KERNELS.matmul_ogs, "matmul_ogs", watches)
+    monkeypatch.setattr(kernels, "matmul_ogs", watches)
     with pytest.raises(ZeroDivisionError), torch.no_grad():
         model(ids)
     assert len(seen) == 1
@@ -288,7 +288,7 @@ def test_weights_that_are_nowhere_are_refused_with_the_remedy() -> None:
     """What an object keeps to itself can't be moved."""
     model = build("gpt_oss")
     for name in experts_of(model):
-        experts = Mxfp4GptOssExperts(model.config)
+        experts = mxfp4.Mxfp4GptOssExperts(model.config)
         for own in ("gate_up_proj", "down_proj"):
             del experts._parameters[own]
             setattr(experts, own, object())

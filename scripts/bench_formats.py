@@ -1,0 +1,270 @@
+"""Quantized experts, measured: prefill and tokens of fp8 and MXFP4 models, everything on the GPU and prefetched.
+
+    PYTHONPATH=. python scripts/bench_formats.py --kernels build/kernels --out formats.json
+    PYTHONPATH=. python scripts/bench_formats.py --device cpu --tiny
+
+An arm is a shape and a format, `gpt-oss-20b:mxfp4` say, with random weights. It is the class of model that has this format in
+transformers (Qwen3-MoE for fp8, gpt-oss for MXFP4) in this shape. Each runs in a process of its own: first with all experts on
+the GPU, timed, every block's output and the logits kept; then prefetched, timed, and compared; then off again. The limit of a
+prefill is the greater of two times: with everything on the GPU, and of the experts' bytes over the link, as copies from
+page-locked memory measure it in the same process.
+
+`--kernels` is a folder with the packages that the Hub has for transformers; without it, or where one of them doesn't work here,
+torch takes their place, and the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench_host import PinnedBlock
+from bench_models import describe_machine
+from bench_passes import timed
+from bench_shapes import SHAPES
+from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
+from quantized import BUILDERS
+
+__all__ = ["ARMS", "main", "measure", "table"]
+
+Json = dict[str, Any]
+
+ARMS = ("gpt-oss-20b:mxfp4", "qwen3-30b-a3b:fp8", "qwen3-30b-a3b:mxfp4", "gpt-oss-20b:fp8")
+# How a prefill may compare with its limit.
+BOUND = 1.05
+NEW_TOKENS = 4
+TINY = {"vocab_size": 256, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+
+
+def build(shape: str, form: str, layers: int, device: torch.device, kernels: Path | None, *, tiny: bool) -> tuple[Any, str]:
+    """A model of a shape whose experts have a format, on the device, and what multiplies them."""
+    numbers = dict(SHAPES[shape].config)
+    width = numbers.get("moe_intermediate_size", numbers["intermediate_size"])
+    experts = numbers.pop("num_experts", None) or numbers.pop("num_local_experts")
+    if tiny:
+        numbers |= TINY
+        experts, width = 8, 64
+    model_type = {"fp8": "qwen3_moe", "mxfp4": "gpt_oss"}[form]
+    if model_type == "qwen3_moe":
+        numbers |= {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True, "sliding_window": None}
+    else:
+        numbers |= {"num_local_experts": experts, "intermediate_size": width, "sliding_window": 128}
+    if tiny:
+        numbers["num_experts_per_tok"] = 2
+    config = AutoConfig.for_model(model_type, **numbers, num_hidden_layers=layers, tie_word_embeddings=False)
+    attention = next(each.attention for each in SHAPES.values() if each.model_type == model_type)
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    with device:
+        model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
+    multiplied = BUILDERS[form](model, device, kernels)
+    return model, multiplied
+
+
+@torch.no_grad()
+def prefill(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the last position."""
+    logits: torch.Tensor = model(input_ids=ids, use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1].clone()
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Logits of a prompt, what each block of experts gave for it, and logits and tokens of a generation."""
+    kept: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        kept.append((output if isinstance(output, torch.Tensor) else output[0]).clone())
+
+    blocks = [module for name, module in model.named_modules() if name.endswith(".mlp") and hasattr(module, "experts")]
+    handles = [block.register_forward_hook(keep) for block in blocks]
+    try:
+        kept.append(prefill(model, ids))
+    finally:
+        for handle in handles:
+            handle.remove()
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+    given: Any = model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), output_logits=True, return_dict_in_generate=True, **options
+    )
+    return [*kept, *given.logits, given.sequences]
+
+
+def measure(arm: str, options: argparse.Namespace) -> Json:
+    """One arm, in this process."""
+    device, lengths = options.device, options.lengths
+    shape, form = arm.split(":")
+    model, multiplied = build(shape, form, options.layers, device, options.kernels, tiny=options.tiny)
+    generator = torch.Generator().manual_seed(1)
+    prompts = {
+        length: torch.randint(0, model.config.vocab_size, (1, length), generator=generator).to(device) for length in lengths
+    }
+
+    def times() -> dict[str, list[float]]:
+        found = {}
+        for length, ids in prompts.items():
+            run = functools.partial(prefill, model, ids)
+            found[str(length)] = [timed(device, run)[0] for _ in range(2 + options.repeats)][2:]
+        return found
+
+    resident = times()
+    expected = {length: outputs(model, ids) for length, ids in prompts.items()}
+    again = {length: outputs(model, ids) for length, ids in prompts.items()}
+    repeats = {str(length): _same(again[length], expected[length]) for length in lengths}
+    seconds, _ = timed(
+        device, lambda: enable_expert_prefetch(model, 3, device=None if device.type == "cuda" else device, progress=False)
+    )
+    prefetched = times()
+    equal = {str(length): _same(outputs(model, ids), expected[length]) for length, ids in prompts.items()}
+    report = model.expert_prefetch.report()
+    disable_expert_prefetch(model)
+    off = {str(length): _same(outputs(model, ids), expected[length]) for length, ids in prompts.items()}
+    link = _link(report.host_bytes // report.banks, device)
+    return {
+        "kernels": multiplied,
+        "layers": options.layers,
+        "banks": report.banks,
+        "bank_bytes": report.host_bytes,
+        "enable_seconds": seconds,
+        "link_bytes_per_second": link,
+        "resident": resident,
+        "prefetched": prefetched,
+        # Whether the model gives the same bits twice by itself, prefetched, and when that is off again.
+        "repeats_itself": repeats,
+        "equal": equal,
+        "equal_after": off,
+        "report": {name: getattr(report, name) for name in ("lookahead_hits", "fallbacks", "bytes_to_device", "routed_calls")},
+    }
+
+
+def _same(observed: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(observed) == len(expected) and all(map(torch.equal, observed, expected))
+
+
+def _link(nbytes: int, device: torch.device) -> float:
+    """Bytes a second of copies of this size from page-locked memory."""
+    block = PinnedBlock(nbytes, device)
+    try:
+        target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        seconds = [timed(device, lambda: target.copy_(block.bytes, non_blocking=True))[0] for _ in range(10)][3:]
+    finally:
+        block.release()
+    return nbytes / statistics.median(seconds)
+
+
+# -- processes and the table ----------------------------------------------------------------------------------------------
+
+
+def in_a_process(arm: str, options: argparse.Namespace, kernels: Path | None, seconds: float) -> Json:
+    """Measure an arm in a process of its own, whatever becomes of that."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "arm.json"
+        words = [sys.executable, __file__, "--one", arm, "--out", str(out), "--layers", str(options.layers)]
+        words += ["--lengths", ",".join(map(str, options.lengths)), "--repeats", str(options.repeats)]
+        words += ["--device", str(options.device), *(["--tiny"] if options.tiny else [])]
+        words += ["--kernels", str(kernels)] if kernels is not None else []
+        try:
+            done = subprocess.run(words, timeout=seconds, capture_output=True, text=True, check=False)
+        except subprocess.TimeoutExpired:
+            return {"error": f"took more than {seconds:.0f} s"}
+        if done.returncode or not out.exists():
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"ended with {done.returncode}"]
+            print(f"{arm}:", *lines[-12:], sep="\n  ", flush=True)
+            return {"error": lines[-1][:200]}
+        result: Json = json.loads(out.read_text())
+        return result
+
+
+def table(results: Json) -> str:
+    """What was found, a line for each arm and length."""
+    head = f"{'arm':<20}{'tokens':>7}{'GPU':>9}{'link':>9}{'prefetched':>12}{'of limit':>10}  {'bits':<10}kernels"
+    lines = [head, "-" * len(head)]
+    for arm, result in results["arms"].items():
+        if "error" in result:
+            lines.append(f"{arm:<20}failed: {result['error']}")
+            continue
+        link = result["bank_bytes"] / result["link_bytes_per_second"]
+        for length, seconds in result["resident"].items():
+            on_gpu, prefetched = statistics.median(seconds), statistics.median(result["prefetched"][length])
+            ratio = prefetched / max(on_gpu, link)
+            bits = "equal" if result["equal"][length] else "DIFFER" if result["repeats_itself"][length] else "not judged"
+            mark = "" if ratio <= BOUND else " !"
+            lines.append(
+                f"{arm:<20}{length:>7}{on_gpu:>9.4f}{link:>9.4f}{prefetched:>12.4f}{ratio:>10.3f}{mark:<2}{bits:<10}"
+                f"{result['kernels']}"
+            )
+        if result["report"]["fallbacks"] or not result["report"]["lookahead_hits"]:
+            lines.append(f"{arm:<20}{result['report']}")
+    machine = results["machine"]
+    lines.append(f"{machine['name']}, torch {machine['torch']}, transformers {machine['transformers']}; bound {BOUND} of limit")
+    return "\n".join(lines)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    about = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--arms", default=",".join(ARMS), help="shapes and formats, in this order")
+    add("--layers", type=int, default=8, help="decoder layers")
+    add("--lengths", type=lambda text: [int(part) for part in text.split(",")], default="200,2048", help="prompts, in tokens")
+    add("--repeats", type=int, default=5, help="timed passes of each")
+    add("--kernels", type=Path, help="a folder with packages of kernels")
+    add("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
+    add("--tiny", action="store_true", help="small numbers in the place of the shapes', to try it")
+    add("--time-limit", type=float, default=190, help="seconds for all of it")
+    add("--out", type=Path, help="the JSON file to write")
+    add("--one", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> Json:
+    """Run it; the table comes last."""
+    options, begin = parse(arguments), time.perf_counter()
+    if options.one:
+        options.out.write_text(json.dumps(measure(options.one, options)))
+        return {}
+    results: Json = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": " ".join(["bench_formats.py", *(Path(word).name if "/" in word else word for word in sys.argv[1:])]),
+        "machine": describe_machine(options.device),
+        "arms": {},
+    }
+    arms = options.arms.split(",")
+    for number, arm in enumerate(arms):
+        for kernels in dict.fromkeys((options.kernels, None)):
+            # What is left is shared with the arms that come after.
+            left = options.time_limit - (time.perf_counter() - begin)
+            seconds = left * 2 / (len(arms) - number + 1)
+            if left > 5:
+                result = in_a_process(arm, options, kernels, seconds)
+                before = results["arms"].get(arm, {}).get("error")
+                results["arms"][arm] = result | ({"kernels_failed": before} if before else {})
+            results["arms"].setdefault(arm, {"error": "no time left"})
+            if options.out:
+                options.out.write_text(json.dumps(results, indent=1) + "\n")
+            if "error" not in results["arms"][arm]:
+                break
+    print(table(results), flush=True)
+    return results
+
+
+if __name__ == "__main__":
+    main()
