@@ -14,7 +14,8 @@ the module around it, by whatever method.
 
 Single experts are sent of the stacked ones only; the others get whole banks. So do stacked ones inside an adapter: a module
 around them that has Parameters of its own and passes on what it is given. It may look at their weights before it calls them,
-so it is the one that is hooked.
+so it is the one that is hooked. And so do those in a block whose forward somebody has replaced by another, as kernels of the
+Hub are: that one may read the weights by itself.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def find_banks(model: nn.Module) -> Discovery:
             _stacked(name, module) or _beside(name, module, modules) or _wrapped(name, module) or _listed(name, module, modules)
         )
         if isinstance(candidate, _Candidate):
-            candidate = _in_adapters(candidate, modules)
+            candidate = _in_replaced(_in_adapters(candidate, modules), modules)
             found.setdefault(tuple((key, id(value)) for key, value in candidate.parameters.items()), []).append(candidate)
         elif candidate is not None:
             refusals.append(Refusal(name or "(the model itself)", type(module).__name__, candidate))
@@ -259,6 +260,18 @@ def _in_adapters(candidate: _Candidate, modules: dict[str, nn.Module]) -> _Candi
             parameters = {prefix + key: parameter for key, parameter in candidate.parameters.items()}
             adapted = replace(candidate, name=name, module=around, parameters=parameters)
     return adapted
+
+
+def _in_replaced(candidate: _Candidate, modules: dict[str, nn.Module]) -> _Candidate:
+    """The same as the block around it holds it, if that has another forward than its class."""
+    parent, _, own = candidate.name.rpartition(".")
+    if not candidate.name or candidate.module is not modules[candidate.name]:
+        return candidate
+    forward = inspect.unwrap(modules[parent].forward)
+    if not inspect.ismethod(forward) or forward.__func__ is type(modules[parent]).forward:
+        return candidate
+    parameters = {f"{own}.{key}": parameter for key, parameter in candidate.parameters.items()}
+    return replace(candidate, module=modules[parent], parameters=parameters, ids_argument=None)
 
 
 def _passes_on(module: nn.Module) -> bool:

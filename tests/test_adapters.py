@@ -1,9 +1,10 @@
-"""Adapters: low-rank changes of weights, on attention and on experts, as PEFT adds them and as others may."""
+"""Experts that others reach into: adapters, as PEFT adds them and as others may, and kernels in a block's place."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -170,4 +171,60 @@ def test_adapters_that_are_added_to_an_enabled_model_are_refused() -> None:
     expected = outcome(model)
     enable_expert_prefetch(model, device="cpu")
     assert all(map(torch.equal, outcome(model), expected))
+    disable_expert_prefetch(model)
+
+
+# -- kernels in the place of a block --------------------------------------------------------------------------------------
+
+
+class Kernel(nn.Module):
+    """Takes the place of a block's forward, as `use_kernels=True` has it, and reads the experts' weights by itself."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = hidden.flatten(0, -2)
+        logits, weights, ids = self.router(flat)
+        experts = self.experts
+        assert experts.gate_up_proj.shape[0] == experts.num_experts
+        up = torch.einsum("ti,tkij->tkj", flat, experts.gate_up_proj[ids]) + experts.gate_up_proj_bias[ids]
+        down = torch.einsum("tkj,tkji->tki", up[..., ::2].sigmoid() * up[..., 1::2], experts.down_proj[ids])
+        return ((down + experts.down_proj_bias[ids]) * weights[..., None]).sum(1).view(hidden.shape), logits
+
+
+def with_kernels() -> PreTrainedModel:
+    """A gpt-oss whose blocks are computed by such."""
+    model = build("gpt_oss")
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(Kernel.forward, layer.mlp)
+    return model
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_a_kernel_in_the_place_of_a_block(slots: int) -> None:
+    """It is the one that is hooked; nothing calls the experts' own forward. Enabled twice, it is found again."""
+    model, device = with_kernels(), FakeDevice("lazy")
+    expected, before = outcome(model), Snapshot.of(model)
+    assert not torch.equal(expected[0], outcome(build("gpt_oss"))[0])
+    for _ in range(2):
+        enable_expert_prefetch(model, slots, device=device, progress=False)
+        with device.watching():
+            assert all(map(torch.equal, outcome(model), expected))
+            assert all(map(torch.equal, outcome(model), expected))
+        report = model.expert_prefetch.report()
+        assert report.idle_banks == report.fallbacks == report.routed_calls == 0
+        assert report.lookahead_hits > 0
+    disable_expert_prefetch(model)
+    before.assert_restored(model)
+    assert all(map(torch.equal, outcome(model), expected))
+    RaceChecker().assert_clean(device.log)
+
+
+def test_a_kernel_that_comes_later_is_noticed() -> None:
+    """It reads host memory past the hooks, which the report tells."""
+    model = build("gpt_oss")
+    enable_expert_prefetch(model, device="cpu")
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(Kernel.forward, layer.mlp)
+    model.model.layers[0].mlp.experts(*(torch.zeros(1, 64), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2)))
+    assert torch.equal(outcome(model)[0], outcome(with_kernels())[0])
+    assert "; 6 were never called" in str(model.expert_prefetch.report())
     disable_expert_prefetch(model)
