@@ -12,10 +12,10 @@ it.
 *Kept beside*: a module of experts whose stacks are among its attributes, in objects that its kernels want. What reads them is
 the module around it, by whatever method.
 
-Single experts are sent of the stacked ones only; the others get whole banks. So do stacked ones inside an adapter: a module
-around them that has Parameters of its own and passes on what it is given. It may look at their weights before it calls them,
-so it is the one that is hooked. And so do those in a block whose forward somebody has replaced by another, as kernels of the
-Hub are: that one may read the weights by itself.
+Single experts are sent of the stacked ones only, if it shows which of them are read; the others get whole banks. So do stacked
+ones inside an adapter: a module around them that has Parameters of its own and passes on what it is given. It may look at their
+weights before it calls them, so it is the one that is hooked. And so do those in a block whose forward somebody has replaced by
+another, as kernels of the Hub are: that one may read the weights by itself.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ __all__ = [
     "Refusal",
     "find_banks",
     "implementation_of",
+    "is_decorated",
     "one_of_each",
     "reads_only_routed_rows",
     "takes_other_ids",
@@ -125,6 +126,11 @@ def implementation_of(module: nn.Module) -> str | None:
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
+def is_decorated(module: nn.Module) -> bool:
+    """Whether transformers' experts implementations take the place of a module's forward."""
+    return "has_gate" in module.__dict__ and "is_transposed" in module.__dict__
+
+
 def reads_only_routed_rows(module: nn.Module, forward: Callable[..., object], implementation: str | None) -> bool:
     """Whether a call of `forward`, the module's own, looks at no other experts than those whose ids it is given.
 
@@ -132,7 +138,7 @@ def reads_only_routed_rows(module: nn.Module, forward: Callable[..., object], im
     a kernel that was put in its place for example, nothing is known.
     """
     own = getattr(forward, "__func__", None) is type(module).forward
-    return own and implementation in _SPARSE and "has_gate" in module.__dict__ and "is_transposed" in module.__dict__
+    return own and implementation in _SPARSE and is_decorated(module)
 
 
 def takes_other_ids(module: nn.Module, implementation: str | None, bank: ExpertBank) -> bool:

@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .bank import ExpertBank
-from .discovery import implementation_of, reads_only_routed_rows, takes_other_ids
+from .discovery import implementation_of, is_decorated, reads_only_routed_rows, takes_other_ids
+from .guarded import GuardedRows, Present
 from .ops import refuse_export, register
 from .scheduling.scheduler import PrefetchScheduler
 
@@ -47,6 +48,11 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         self.bank = bank
         self.device = device
         self._renumbered = False
+        # Whether calls of few tokens may get guarded rows, and whether one has worked: see `guarded`.
+        self._guards = bank.ids_argument is not None and bank.layout.has_rows and bank.is_plain
+        self._guards &= not any("." in name for name in bank.parameters)
+        self._is_proven = False
+        self._guard: Present | None = None
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Wrap the forward that accelerate has just put aside."""
@@ -75,24 +81,33 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                 # Nothing outside the module has changed, so it can be called again.
                 if not self.scheduler.give_up_cache(self.bank):
                     raise
+            except Exception:
+                # It may want memory that can be looked at.
+                if self._guard is None or self._is_proven:
+                    raise
+                self._guards = False
             return self._attempt(module, forward, args, kwargs)
 
     def _attempt(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        restored = False
+        restored, self._guard = False, None
         try:
             try:
                 ids, implementation = self.bank.ids(args, kwargs), implementation_of(module)
                 rows = ids if reads_only_routed_rows(module, forward, implementation) else None
+                guards = self._guards and not is_decorated(module) and not self.scheduler.is_capturing()
                 count = None if ids is None else ids.numel()
                 remaps = rows is not None and takes_other_ids(module, implementation, self.bank)
-                handout = self.scheduler.acquire(self.bank, count, rows, remaps=remaps)
+                handout = self.scheduler.acquire(self.bank, count, ids if guards else rows, remaps=remaps)
+                tensors = self._guarded(handout.tensors, ids) if guards else handout.tensors
                 if handout.ids is not None:
                     args, kwargs = self.bank.with_ids(args, kwargs, handout.ids)
                     self._renumbered = True
                     module.__dict__["num_experts"] = handout.rows
-                self.bank.point(module, handout.tensors)
+                self.bank.point(module, tensors)
                 output = self._forward(module, forward, args, kwargs)
-                self._check_untouched(module, handout.tensors)
+                self._check_untouched(module, tensors)
+                if self._guard is not None:
+                    self._guards, self._is_proven = not self._guard.is_whole, True
                 return output
             except BaseException:
                 self.scheduler.break_off()
@@ -104,6 +119,13 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
             # Once more, for an interrupt that came before or in the middle of the one above (invariant 4).
             if not restored:
                 self._restore(module)
+
+    def _guarded(self, tensors: dict[str, nn.Parameter], ids: torch.Tensor | None) -> dict[str, nn.Parameter]:
+        """The same, so that it shows which rows are read, if not all of them are there."""
+        if ids is None or not self.scheduler.lacks_rows(self.bank):
+            return tensors
+        self._guard = guard = Present(ids, self.bank.num_experts, lambda: self.scheduler.complete(self.bank))
+        return {name: cast(nn.Parameter, GuardedRows(tensor.data, guard)) for name, tensor in tensors.items()}
 
     def _restore(self, module: nn.Module) -> None:
         """Point the module at the host again and let the slot go. Idempotent."""

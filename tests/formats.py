@@ -97,7 +97,8 @@ def gguf_model(patch: Callable[..., None]) -> PreTrainedModel:
         pytest.skip("this version of transformers unpacks them")
 
     def multiply(blocks: torch.Tensor, given: torch.Tensor, ids: torch.Tensor, _: int, __: int) -> torch.Tensor:
-        width = min(blocks.shape[2], given.shape[1])
+        # One operator that is given all of them, whichever it reads.
+        blocks, width = blocks.clone(), min(blocks.shape[2], given.shape[1])
         given = given.repeat_interleave(ids.shape[1], 0)[:, :width].float()
         rows = [blocks[expert, :, :width].float() / 255 @ row for row, expert in zip(given, ids.flatten().long(), strict=True)]
         return torch.stack(rows).view(*ids.shape, -1)

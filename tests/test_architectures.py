@@ -44,7 +44,6 @@ WHOLE_BANKS = {
     "llama4_text": "called with hidden states only: the inputs of experts that aren't routed are zero, and their rows are read",
     "longcat_flash": "one parameter has rows for identity experts, the other has not, and the class is not decorated",
     "nllb_moe": "its experts are modules of their own: which are called shows when they are",
-    "step3p7": "its experts class is not decorated, so nothing says that its forward reads routed rows only",
     "switch_transformers": "its experts are modules of their own: which are called shows when they are",
 }
 # Older versions of transformers have others: this one's experts route by themselves.

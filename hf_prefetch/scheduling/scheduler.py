@@ -146,6 +146,16 @@ class PrefetchScheduler:
             if not self._closed:
                 lane.look_ahead(bank, in_acquire=False)
 
+    def lacks_rows(self, bank: ExpertBank) -> bool:
+        """Whether what was handed out of a bank is no more than the rows of the call."""
+        slot = self._lane_of[bank].ring.slot_of(bank.index)
+        return slot is not None and slot.has_rows_only
+
+    def complete(self, bank: ExpertBank) -> None:
+        """Bring the other rows of a bank that was handed out to their places."""
+        self._lane_of[bank].send(bank, ahead=False)
+        self.counters.count_copy(bank.index, bank.nbytes, ahead=False)
+
     def break_off(self) -> None:
         """A forward has raised, so this pass is over, and what was sent ahead for it is of no use."""
         self._ahead_of_use.clear()
