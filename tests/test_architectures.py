@@ -42,7 +42,7 @@ WHOLE_BANKS = {
     "dbrx": "experts of one weight are ranges of rows of a 2-D parameter, in a child of the module that is called with ids",
     "jetmoe": "called with the number of tokens of each expert (a list), not with ids",
     "llama4_text": "called with hidden states only: the inputs of experts that aren't routed are zero, and their rows are read",
-    "longcat_flash": "one parameter has rows for identity experts, the other has not, and the class is not decorated",
+    "longcat_flash": "one parameter has rows for identity experts, the other has not, so that a bank has no rows of its own",
     "nllb_moe": "its experts are modules of their own: which are called shows when they are",
     "switch_transformers": "its experts are modules of their own: which are called shows when they are",
 }
