@@ -126,6 +126,8 @@ def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
         return bank
     for parameter in bank.parameters.values():
         suited = is_plain(parameter) and parameter.dtype is torch.bfloat16 and parameter.dim() == 3
+        # Kernels unpack two weights at a time.
+        suited = suited and parameter.shape[1:].numel() % 2 == 0
         if not suited or not parameter.is_contiguous():
             continue
         value = torch.empty(parameter.shape, dtype=torch.bfloat16)

@@ -23,10 +23,9 @@ FORMS = [
     (kernels._mark, {"ids": "*i64", "marks": "*i64", "count": "i32", "total": "i32"}, [{"SPAN": kernels._WORDS}]),
     (kernels._gather, {"lists": "*i64", "most": "i32", "host": "*u8", "cached": "*u8", "destination": "*u8", "tensors": "*i64"},
      [{"TO_ROWS": to_rows, "WORDS": kernels._WORDS} for to_rows in (True, False)]),
-    (unpacking._unpack, {"blocks": "*u8", "destination": "*i16", "lists": "*i64", "per_row": "i32", "weights": "i32"},
-     [{"LISTED": listed} for listed in (True, False)]),
-    (unpacking._patch, {"escapes": "*i64", "destination": "*i16", "lists": "*i64", "width": "i32", "weights": "i32"},
-     [{"LISTED": listed, "CHUNK": unpacking._CHUNK} for listed in (True, False)]),
+    (unpacking._unpack, {"blocks": "*i16", "escapes": "*i64", "destination": "*i32", "lists": "*i64", "per_row": "i32",
+                         "width": "i32", "words": "i32"},
+     [{"LISTED": listed, "BLOCKS": blocks, "CHUNK": unpacking._CHUNK} for listed in (True, False) for blocks in (1, 4)]),
 ]
 for kernel, arguments, constants in FORMS:
     for constant in constants:

@@ -44,7 +44,7 @@ def test_a_block_is_what_the_note_says() -> None:
     packed = pack(row)
     (block,) = packed.blocks[0].tolist()
     base = block[0]
-    assert block[1:HEADER] == [0] * (HEADER - 1)
+    assert block[1:HEADER] == [0, 1] + [0] * (HEADER - 3), "one escape, and none before"
     assert 128 - 14 <= base <= 119
     codes, rests = block[HEADER : HEADER + BLOCK // 2], block[HEADER + BLOCK // 2 :]
     assert codes[0] == 127 - base
@@ -150,17 +150,17 @@ from hf_prefetch.memory.packing import BLOCK, pack
 device = torch.device(sys.argv[1])
 generator = torch.Generator().manual_seed(0)
 every = torch.arange(-(2**15), 2**15, dtype=torch.int32).short()
-normal = (torch.randn(3, 2 * BLOCK + 77, generator=generator) * 0.02).bfloat16().view(torch.int16)
-shuffled = every[torch.randperm(every.numel(), generator=generator)][: 5 * BLOCK - 1]
-for bits in (every[: 9 * BLOCK], every[-BLOCK:], normal, normal[:, :5].contiguous(), shuffled):
+normal = (torch.randn(3, 2 * BLOCK + 78, generator=generator) * 0.02).bfloat16().view(torch.int16)
+shuffled = every[torch.randperm(every.numel(), generator=generator)][: 5 * BLOCK - 2]
+for number, bits in enumerate((every[: 9 * BLOCK], every[-BLOCK:], normal, normal[:, :6].contiguous(), shuffled)):
     bits = bits.view(-1, bits.shape[-1])
     rows = bits.view(torch.bfloat16)
     packed = pack(rows.to(device))
     there = torch.full(rows.shape, 7.0, dtype=torch.bfloat16, device=device)
     beyond = torch.full((rows.numel() + 64,), 3.0, dtype=torch.bfloat16, device=device)
-    unpack_rows(packed, there)
+    unpack_rows(packed, there, blocks=2 ** (number % 3))
     assert torch.equal(there.view(torch.int16).cpu(), bits), rows.shape
-    unpack_rows(packed, beyond[: rows.numel()].view(rows.shape))
+    unpack_rows(packed, beyond[: rows.numel()].view(rows.shape), blocks=2)
     assert set(beyond[rows.numel() :].tolist()) == {3.0}, "something was written beyond the rows"
     # Rows by their numbers, of which the others may be anything, lists of escapes too.
     for ids in ([[0]], [[2, 0], [2, 0]], [[5, -1]], [[-3]], [[1] * 300 + [0]])[: 5 if len(rows) > 1 else 1]:
@@ -175,6 +175,11 @@ for bits in (every[: 9 * BLOCK], every[-BLOCK:], normal, normal[:, :5].contiguou
             wanted = bits[row].view(torch.bfloat16) if row in named else torch.full_like(rows[row], 7.0)
             assert torch.equal(there[row].view(torch.int16).cpu(), wanted.view(torch.int16)), (ids, row)
         packed = pack(rows.to(device))
+try:
+    unpack_rows(pack(torch.zeros(2, 5, dtype=torch.bfloat16, device=device)), torch.zeros(2, 5, device=device).bfloat16())
+    raise SystemExit("rows of an odd number of weights went through")
+except ValueError as error:
+    assert "an even number" in str(error)
 print("bits are right")
 """
 
@@ -185,6 +190,21 @@ def test_the_kernels_unpack_the_same_bits() -> None:
     if torch.cuda.is_available():
         pytest.skip("compiled and tested below")
     run_apart(KERNEL_CHECK, "cpu", says="bits are right", TRITON_INTERPRET="1")
+
+
+def test_the_measurement_of_the_kernels_runs() -> None:
+    """It compares every bit, whatever the constants are; the times mean nothing here."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("runs there by itself")
+    program = (
+        "import sys, io, contextlib; sys.path.insert(0, sys.argv[1]); import bench_unpack as script; said = io.StringIO()\n"
+    )
+    program += "with contextlib.redirect_stdout(said): code = script.main(sys.argv[2:])\n"
+    program += "lines = said.getvalue().splitlines(); print(code, lines[-1].split(':')[0])"
+    small = ("--experts", "2", "--hidden", "32", "--intermediate", "32", "--repeats", "1")
+    scripts = str(Path(__file__).resolve().parent.parent / "scripts")
+    run_apart(program, scripts, *small, says="0 best for whole banks", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 """Triton kernels that unpack what `memory/packing.py` has packed. Imported only where they run.
 
-One program unpacks one block: it reads three quarters of what it writes, both in one run. Escapes are written over by a second
-launch behind the first, one program a row.
+One program unpacks some blocks of a row: it reads three quarters of what it writes, both in runs. Two weights are worked on at
+a time, side by side in a word of 32 bits. What a program has written it writes over with its own blocks' escapes, so one launch
+does it all.
 """
 
 from __future__ import annotations
@@ -15,83 +16,102 @@ from .table import Assignment
 
 __all__ = ["unpack_rows"]
 
-_BLOCK, _BLOCK_BYTES, _HEADER = tl.constexpr(BLOCK), tl.constexpr(BLOCK_BYTES), tl.constexpr(HEADER)
+# In words of two bytes, as blocks are read here: a block, its header, its codes (and each half of its rests).
+_STRIDE, _CODES, _HALF = (tl.constexpr(size // 2) for size in (BLOCK_BYTES, HEADER, BLOCK // 2))
+# Blocks that a program unpacks, and its warps: see scripts/bench_unpack.py.
+_BLOCKS, _WARPS = 1, 4
 # Escapes that a program writes at a time.
-_CHUNK = 256
+_CHUNK = 128
+
+
+@triton.jit
+def _two(pairs):  # type: ignore[no-untyped-def]
+    """Two bytes as the low bytes of two halves of a word."""
+    pairs = pairs.to(tl.int32) & 0xFFFF
+    return (pairs | (pairs << 8)) & 0x00FF00FF
 
 
 @triton.jit
 def _weights(codes, rests, base):  # type: ignore[no-untyped-def]
-    """Sixteen bits of each weight."""
-    exponents = tl.where(codes == 0, 0, (codes + base) & 0xFF)
-    return (((rests & 0x80) << 8) | (exponents << 7) | (rests & 0x7F)).to(tl.int16)
+    """Two weights, side by side, of two of each; `base` is there twice too. Nothing carries from one half into the other."""
+    has_code = (codes + 0x000F000F) & 0x00100010
+    exponents = (codes + base) & ((has_code << 4) - (has_code >> 4))
+    return ((rests & 0x00800080) << 8) | (exponents << 7) | (rests & 0x007F007F)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row(lists, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The row of program 0: that number, or what the list has there; -1 behind its end."""
-    row = tl.program_id(0).to(tl.int64)
+def _unpack(  # type: ignore[no-untyped-def]
+    blocks, escapes, destination, lists, per_row, width, words, LISTED: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Unpack some blocks: program 1 is the row, or its place in the list, 0 the place of the blocks in it."""
+    row = tl.program_id(1).to(tl.int64)
     if LISTED:
+        # Nothing, behind the end of the list.
         row = tl.where(row < tl.load(lists), tl.load(lists + 1 + row), -1)
-    return row
+    if row >= 0:
+        begin = tl.program_id(0) * BLOCKS
+        end = tl.minimum(begin + BLOCKS, per_row)
+        blocks += row * per_row * _STRIDE
+        number = (begin + tl.arange(0, BLOCKS)).to(tl.int64)[:, None]
+        block = blocks + number * _STRIDE
+        place = tl.arange(0, _HALF)[None, :]
+        word = number * (2 * _HALF) + place
+        base = tl.load(block, mask=number < end, other=0).to(tl.int32) * 0x00010001
+        codes = _two(tl.load(block + _CODES + place, mask=word < words, other=0))
+        rests = block + _CODES + _HALF + place
+        low = _two(tl.load(rests, mask=word < words, other=0))
+        high = _two(tl.load(rests + _HALF, mask=word + _HALF < words, other=0))
+        out = destination + row * words + word
+        tl.store(out, _weights(codes & 0x000F000F, low, base), mask=word < words)
+        tl.store(out + _HALF, _weights((codes >> 4) & 0x000F000F, high, base), mask=word + _HALF < words)
+        # Headers say which of the row's escapes are theirs.
+        first = _first_escape(blocks + begin.to(tl.int64) * _STRIDE)
+        last = blocks + (end - 1).to(tl.int64) * _STRIDE
+        count = _first_escape(last) + tl.load(last + 1).to(tl.int32) - first
+        if count > 0:
+            # Not before what other threads of this program have written to the same places.
+            tl.debug_barrier()
+            weights = destination.to(tl.pointer_type(tl.int16)) + row * words * 2
+            for start in range(0, count, CHUNK):
+                place_in_list = start + tl.arange(0, CHUNK)
+                escape = tl.load(escapes + row * width + 1 + first + place_in_list, mask=place_in_list < count, other=0)
+                tl.store(weights + (escape & 0xFFFFFFFF), (escape >> 32).to(tl.int16), mask=place_in_list < count)
 
 
 @triton.jit
-def _unpack_block(blocks, destination, per_row, weights, row):  # type: ignore[no-untyped-def]
-    number = tl.program_id(1).to(tl.int64)
-    block = blocks + (row * per_row + number) * _BLOCK_BYTES
-    base = tl.load(block).to(tl.int32)
-    place = tl.arange(0, _BLOCK // 2)
-    pairs = tl.load(block + _HEADER + place).to(tl.int32)
-    rests = block + _HEADER + _BLOCK // 2 + place
-    low = _weights(pairs & 0xF, tl.load(rests).to(tl.int32), base)
-    high = _weights(pairs >> 4, tl.load(rests + _BLOCK // 2).to(tl.int32), base)
-    first = number * _BLOCK + place
-    out = destination + row * weights + first
-    tl.store(out, low, mask=first < weights)
-    tl.store(out + _BLOCK // 2, high, mask=first + _BLOCK // 2 < weights)
+def _first_escape(block):  # type: ignore[no-untyped-def]
+    """The place of a block's first escape among those of its row."""
+    return (tl.load(block + 2).to(tl.int32) & 0xFFFF) | (tl.load(block + 3).to(tl.int32) << 16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _unpack(blocks, destination, lists, per_row, weights, LISTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Unpack a block: program 0 is the row, or its place in the list, 1 the block in it."""
-    row = _row(lists, LISTED)
-    if row >= 0:
-        _unpack_block(blocks, destination, per_row, weights, row)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _patch_row(escapes, destination, width, weights, row, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    listed = escapes + row * width
-    count = tl.load(listed)
-    for start in range(0, count, CHUNK):
-        place = start + tl.arange(0, CHUNK)
-        inside = place < count
-        escape = tl.load(listed + 1 + place, mask=inside, other=0)
-        tl.store(destination + row * weights + (escape & 0xFFFFFFFF), (escape >> 32).to(tl.int16), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _patch(escapes, destination, lists, width, weights, LISTED: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the escapes of a row to their places."""
-    row = _row(lists, LISTED)
-    if row >= 0:
-        _patch_row(escapes, destination, width, weights, row, CHUNK)
-
-
-def unpack_rows(packed: PackedRows, destination: torch.Tensor, found: Assignment | None = None) -> None:
+def unpack_rows(
+    packed: PackedRows,
+    destination: torch.Tensor,
+    found: Assignment | None = None,
+    *,
+    blocks: int = _BLOCKS,
+    warps: int = _WARPS,
+) -> None:
     """Unpack rows on the current stream: the same bits as `unpack`.
 
     Args:
-        packed: on the device, or in page-locked host memory, which the kernels then read themselves.
+        packed: on the device, or in page-locked host memory, which the kernel then reads itself. Rows of an even number of
+            weights.
         destination: bfloat16 (rows, weights) on the device, contiguous.
         found: the rows to unpack, each once; all if it is not given. Nothing is looked at of the others.
+        blocks: how many a program unpacks, a power of two.
+        warps: of a program.
+
+    Raises:
+        ValueError: rows have an odd number of weights.
     """
+    if packed.weights % 2:
+        raise ValueError(f"only rows of an even number of weights can be unpacked by a kernel, not of {packed.weights}")
     rows, per_row, _ = packed.blocks.shape
     count, lists = (rows, packed.escapes) if found is None else (found.most, found.lists)
-    if not rows or not count:
-        return
-    out, width, listed = destination.view(torch.int16), packed.escapes.shape[1], found is not None
-    _unpack[(count, per_row)](packed.blocks, out, lists, per_row, packed.weights, LISTED=listed)
-    if width > 1:
-        _patch[(count,)](packed.escapes, out, lists, width, packed.weights, LISTED=listed, CHUNK=_CHUNK)
+    if rows and count and per_row:
+        _unpack[(triton.cdiv(per_row, blocks), count)](
+            packed.blocks.view(torch.int16), packed.escapes, destination.view(torch.int32), lists, per_row,
+            packed.escapes.shape[1], packed.weights // 2, LISTED=found is not None, BLOCKS=blocks, CHUNK=_CHUNK,
+            num_warps=warps,
+        )  # fmt: skip

@@ -3,13 +3,15 @@
 A bfloat16 is a sign, eight bits of exponent and seven of mantissa. Signs and mantissas of weights look random; their exponents
 are a handful of neighbours. So a row of weights is cut into blocks of `BLOCK`, and a block is
 
-    header   16 bytes     the first is `base`, the others are 0
+    header   16 bytes     `base`, a 0, how many escapes the block has (two bytes), and how many the blocks of its row before it
+                          have (four bytes); the others are 0. Numbers begin with their low byte
     codes    BLOCK / 2    four bits a weight: 0 for the exponent 0, 1 to 14 for the exponents `base` + 1 to `base` + 14, 15 for
                           all others; byte j has the codes of the weights j (low bits) and j + BLOCK / 2 (high bits)
     rests    BLOCK        a byte a weight: its sign and its mantissa
 
-Whatever has code 15 is an *escape*: it is kept whole in a list of its row, with its position. Infinities, NaNs with all their
-payloads, denormals and both zeros are bits like others. `base` is chosen for each block to have the fewest escapes.
+Whatever has code 15 is an *escape*: it is kept whole in a list of its row, with its position, in the order of positions.
+Infinities, NaNs with all their payloads, denormals and both zeros are bits like others. `base` is chosen for each block to have
+the fewest escapes.
 
 Blocks have one size, so each row can be addressed, and a block can be unpacked by itself. Rows have room for as many escapes as
 the row with the most has. `device/unpacking.py` does the same as `unpack` on a GPU.
@@ -21,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 __all__ = ["BLOCK", "BLOCK_BYTES", "HEADER", "PackedRows", "pack", "unpack"]
 
@@ -31,7 +34,7 @@ BLOCK_BYTES = HEADER + BLOCK // 2 + BLOCK
 _ESCAPE = 15
 # Exponents that have a code, besides 0.
 _WINDOW = 14
-# Weights that are packed at a time: what is worked out on the way takes about 60 bytes for each.
+# Weights that are worked on at a time: what that takes on the way is about 25 bytes for each.
 _AT_ONCE = 2**22
 
 
@@ -75,77 +78,94 @@ def pack(rows: torch.Tensor) -> PackedRows:
     count, weights = rows.shape
     per_row = -(-weights // BLOCK)
     blocks = torch.zeros(count, per_row, BLOCK_BYTES, dtype=torch.uint8, device=rows.device)
-    bits = rows.view(torch.int16)
-    lists: list[list[torch.Tensor]] = [[] for _ in range(count)]
-    for row, first, last in _slices(count, per_row):
-        part = bits[row, first * BLOCK : last * BLOCK].int() & 0xFFFF
-        padded = torch.zeros((last - first) * BLOCK, dtype=torch.int32, device=rows.device)
-        padded[: part.numel()] = part
-        escapes = _pack_blocks(padded.view(-1, BLOCK), blocks[row, first:last])
-        lists[row].append(escapes + first * BLOCK)
-    return PackedRows(weights, blocks, _escape_table(lists, rows.device))
+    bits, found = rows.view(torch.int16), []
+    for some, part in _slices(count, per_row):
+        whole = bits[some, part.start * BLOCK : part.stop * BLOCK]
+        padding = (part.stop - part.start) * BLOCK - whole.shape[1]
+        whole = nn.functional.pad(whole, (0, padding)) if padding else whole
+        found.append(_pack_blocks(whole.reshape(-1, BLOCK), blocks[some, part]) + (some.start * per_row + part.start) * BLOCK)
+    return PackedRows(weights, blocks, _list_escapes(bits, blocks, torch.cat(found) if found else None))
 
 
 def unpack(packed: PackedRows) -> torch.Tensor:
     """The weights: bfloat16 (rows, weights), bit by bit those that were packed."""
     count, per_row, _ = packed.blocks.shape
     rows = torch.empty(count, per_row * BLOCK, dtype=torch.int16, device=packed.blocks.device)
-    for row, first, last in _slices(count, per_row):
-        rows[row, first * BLOCK : last * BLOCK] = _unpack_blocks(packed.blocks[row, first:last]).flatten()
-    for row, (number, *_) in enumerate(packed.escapes[:, :1].tolist()):
-        escapes = packed.escapes[row, 1 : 1 + number]
-        rows[row, escapes & 0xFFFFFFFF] = _signed(escapes >> 32)
+    for some, part in _slices(count, per_row):
+        blocks = packed.blocks[some, part]
+        rows[some, part.start * BLOCK : part.stop * BLOCK] = _unpack_blocks(blocks.reshape(-1, BLOCK_BYTES)).view(
+            blocks.shape[0], -1
+        )
+    listed = torch.arange(packed.escapes.shape[1] - 1, device=rows.device) < packed.escapes[:, :1]
+    escapes = packed.escapes[:, 1:][listed]
+    row = listed.nonzero()[:, 0]
+    rows[row, escapes & 0xFFFFFFFF] = _signed(escapes >> 32)
     return rows[:, : packed.weights].contiguous().view(torch.bfloat16)
 
 
-def _slices(count: int, per_row: int) -> Iterator[tuple[int, int, int]]:
-    """Row, first and last block of what is worked on at a time."""
-    step = max(_AT_ONCE // BLOCK, 1)
-    for row in range(count):
-        for first in range(0, per_row, step):
-            yield row, first, min(first + step, per_row)
+def _slices(count: int, per_row: int) -> Iterator[tuple[slice, slice]]:
+    """Rows, and blocks of each of these, that are worked on at a time."""
+    at_once = max(_AT_ONCE // BLOCK, 1)
+    rows = max(at_once // max(per_row, 1), 1)
+    for row in range(0, count, rows):
+        for block in range(0, per_row, at_once):
+            yield slice(row, min(row + rows, count)), slice(block, min(block + at_once, per_row))
 
 
 def _pack_blocks(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Pack blocks, int32 (blocks, BLOCK), into `out`. Returns their escapes: positions from the first weight on, and bits."""
-    exponents = (bits >> 7) & 0xFF
+    """Pack blocks, int16 (blocks, BLOCK), into `out`, (rows, blocks of a row, BLOCK_BYTES). Returns the places of escapes."""
+    # A byte for each: what does not fit falls off, as it should.
+    low, high = bits.view(torch.uint8)[:, ::2], bits.view(torch.uint8)[:, 1::2]
+    exponents = (high << 1) | (low >> 7)
     base = _bases(exponents)
     codes = exponents - base
-    codes = torch.where(exponents == 0, 0, torch.where((codes >= 1) & (codes <= _WINDOW), codes, _ESCAPE))
-    out[:, 0] = base[:, 0].byte()
-    half = BLOCK // 2
-    out[:, HEADER : HEADER + half] = (codes[:, :half] | (codes[:, half:] << 4)).byte()
-    out[:, HEADER + half :] = (((bits >> 8) & 0x80) | (bits & 0x7F)).byte()
-    places = (codes == _ESCAPE).flatten().nonzero().flatten()
-    return places | (bits.flatten()[places].long() << 32)
+    is_escape = ((codes - 1) >= _WINDOW) & (exponents != 0)
+    codes = torch.where(is_escape, _ESCAPE, codes).masked_fill_(exponents == 0, 0)
+    half, packed = BLOCK // 2, out.view(-1, BLOCK_BYTES) if out.is_contiguous() else torch.zeros_like(out).view(-1, BLOCK_BYTES)
+    packed[:, :1] = base
+    packed[:, 2:4] = is_escape.sum(1, dtype=torch.int16).view(torch.uint8).view(-1, 2)
+    packed[:, HEADER : HEADER + half] = codes[:, :half] | (codes[:, half:] << 4)
+    packed[:, HEADER + half :] = (high & 0x80) | (low & 0x7F)
+    if not out.is_contiguous():
+        out.copy_(packed.view(out.shape))
+    return is_escape.flatten().nonzero().flatten()
 
 
 def _bases(exponents: torch.Tensor) -> torch.Tensor:
-    """For each block the `base` whose window has most of its exponents: (blocks, 1)."""
-    counts = torch.zeros(exponents.shape[0], 257, dtype=torch.int32, device=exponents.device)
-    counts.scatter_add_(1, exponents.long() + 1, torch.ones_like(exponents))
-    # Exponents below each; that of exponent 0 has a code of its own.
-    below = counts.cumsum(1)
-    return (below[:, 1 + _WINDOW :] - below[:, 1:-_WINDOW])[:, : 256 - _WINDOW].argmax(1, keepdim=True).int()
+    """For each block the `base` whose window has most of its exponents: uint8 (blocks, 1)."""
+    counts = torch.zeros(exponents.shape[0], 256, dtype=torch.int32, device=exponents.device)
+    counts.scatter_add_(1, exponents.long(), counts.new_ones(1).expand(exponents.shape))
+    # Exponents up to each; that of exponent 0 has a code of its own.
+    up_to = counts.cumsum(1)
+    return (up_to[:, _WINDOW:] - up_to[:, :-_WINDOW]).argmax(1, keepdim=True).to(torch.uint8)
 
 
-def _escape_table(lists: list[list[torch.Tensor]], device: torch.device) -> torch.Tensor:
-    joined = [torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device) for parts in lists]
-    table = torch.zeros(len(joined), 1 + max((part.numel() for part in joined), default=0), dtype=torch.int64, device=device)
-    for row, part in enumerate(joined):
-        table[row, 0] = part.numel()
-        table[row, 1 : 1 + part.numel()] = part
+def _list_escapes(bits: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    """The lists of all rows, of escapes at these places among all blocks; blocks are told where theirs begin."""
+    count, per_row, _ = blocks.shape
+    if places is None:
+        return torch.zeros(count, 1, dtype=torch.int64, device=blocks.device)
+    counts = blocks[:, :, 2:4].contiguous().view(torch.int16)[:, :, 0].long()
+    totals = counts.sum(1)
+    blocks[:, :, 4:8] = (counts.cumsum(1) - counts).int().unsqueeze(-1).contiguous().view(torch.uint8)
+    table = torch.zeros(count, 1 + int(totals.max()), dtype=torch.int64, device=blocks.device)
+    table[:, 0] = totals
+    row, position = places // (per_row * BLOCK), places % (per_row * BLOCK)
+    before = totals.cumsum(0) - totals
+    rank = torch.arange(places.numel(), device=blocks.device) - before[row]
+    table[row, 1 + rank] = position | ((bits[row, position].long() & 0xFFFF) << 32)
     return table
 
 
 def _unpack_blocks(blocks: torch.Tensor) -> torch.Tensor:
     """int16 (blocks, BLOCK)."""
     half = BLOCK // 2
-    pairs, rests = blocks[:, HEADER : HEADER + half].int(), blocks[:, HEADER + half :].int()
+    pairs, rests = blocks[:, HEADER : HEADER + half], blocks[:, HEADER + half :]
     codes = torch.cat([pairs & 0xF, pairs >> 4], dim=1)
     # An escape's exponent is whatever comes out: it is written over.
-    exponents = torch.where(codes == 0, 0, (codes + blocks[:, :1].int()) & 0xFF)
-    return _signed(((rests & 0x80) << 8) | (exponents << 7) | (rests & 0x7F))
+    exponents = (codes + blocks[:, :1]).masked_fill_(codes == 0, 0)
+    low, high = (rests & 0x7F) | (exponents << 7), (rests & 0x80) | (exponents >> 1)
+    return torch.stack([low, high], dim=-1).view(torch.int16).squeeze(-1)
 
 
 def _signed(bits: torch.Tensor) -> torch.Tensor:
