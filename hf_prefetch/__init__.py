@@ -3,8 +3,17 @@
 from .api import disable_expert_prefetch, enable_expert_prefetch
 from .loading import from_pretrained
 from .report import Report
+from .saving import save_packed
 from .scheduling.scheduler import PrefetchScheduler
 
-__all__ = ["PrefetchScheduler", "Report", "__version__", "disable_expert_prefetch", "enable_expert_prefetch", "from_pretrained"]
+__all__ = [
+    "PrefetchScheduler",
+    "Report",
+    "__version__",
+    "disable_expert_prefetch",
+    "enable_expert_prefetch",
+    "from_pretrained",
+    "save_packed",
+]
 
 __version__ = "0.1.0"

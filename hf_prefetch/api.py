@@ -46,7 +46,7 @@ def enable_expert_prefetch(
     gpu_memory: int | str | None = None,
     expert_cache: int | str | float | None = None,
     pin_memory: int | str | None = None,
-    pack: bool = False,
+    pack: bool | None = None,
     progress: bool | None = None,
 ) -> Model:
     """Keep a model's experts in host memory and send each layer's to the device ahead of use.
@@ -69,7 +69,8 @@ def enable_expert_prefetch(
         pin_memory: host memory that may be page-locked, in bytes or as "40GiB"; None is as much as the experts take, 0 is none.
             Page-locked memory can't be paged out or used otherwise. Experts beyond it are copied several times more slowly.
         pack: keep bfloat16 experts packed: in three quarters of their bytes, without the loss of a bit, in host memory and on
-            the way to the device. They are unpacked there for each call, in memory that takes the place of one slot.
+            the way to the device. They are unpacked there for each call, in memory that takes the place of one slot. None, the
+            default, leaves them as they are: packed if they come from a packed checkpoint (see `save_packed`).
         progress: show a progress bar while weights are moved; None shows one in terminals and notebooks.
 
     Returns:
@@ -172,8 +173,7 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     which must not keep its model alive.
     """
     undo.add(_forget, model)  # the last step: until then disabling can be called again
-    if config.pack:
-        homes = _pack(homes, config, undo, load)
+    homes = _pack(homes, config, undo, load)
     banks, store = tuple(homes.host), HostStore(config.pin_budget)
     taken = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.owners}
     stay = {id(parameter) for bank in banks for parameter in bank.parameters.values()}
@@ -184,6 +184,7 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
             undo.add(taken[module].give_back)
             taken[module].take()
         bank.rebind()
+        unpack_bank(bank, load)
         placement.send(bank.parameters.values(), home.device)
     with _bar(banks, "experts to host memory", config, load) as bar:
         for bank in banks:
@@ -218,22 +219,34 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     guard(model, scheduler, {bank: home.device for bank, home in homes.host.items()})
     scheduler.finalizer = end_with(model, scheduler)
     undo.add(_detach, scheduler)
+    for bank in banks if load is not copy_value else ():
+        # Whoever reads from files has nothing to go back to when that fails, and no use for weights that are unpacked.
+        undo.add_below(unpack_bank, bank)
     model.__dict__.update({"expert_prefetch": scheduler, _UNDO: undo})
     return scheduler
 
 
-def _bar(banks: Iterable[ExpertBank], what: str, config: PrefetchConfig, load: Load) -> Any:
+def _bar(banks: Iterable[ExpertBank], what: str, config: PrefetchConfig, load: Load | None) -> Any:
     """A bar over the bytes of banks. Whoever reads weights from files shows one of all of them, so there is none here."""
     return byte_progress(sum(bank.nbytes for bank in banks), what, config.progress if load is copy_value else False)
 
 
 def _pack(homes: Homes, config: PrefetchConfig, undo: Undo, load: Load) -> Homes:
-    """Pack the banks that go to host memory, one after the other: never is more than one of them there twice."""
+    """Pack the banks that go to host memory, one after the other: never is more than one of them there twice.
+
+    Those of a packed checkpoint are packed already, and are unpacked if that is what is asked for.
+    """
     host: dict[ExpertBank, StreamDevice] = {}
-    with _bar(homes.host, "experts packed", config, load) as bar:
+    with _bar(homes.host, "experts packed", config, load if config.pack else None) as bar:
         for bank, home in homes.host.items():
-            undo.add(unpack_bank, bank)
-            host[pack_bank(bank, home, load)] = home
+            if bank.has_packed:
+                host[unpack_bank(bank, load) if config.pack is False else bank] = home
+            elif config.pack:
+                if load is copy_value:
+                    undo.add(unpack_bank, bank)
+                host[pack_bank(bank, home, load)] = home
+            else:
+                host[bank] = home
             bar.update(bank.nbytes)
     return replace(homes, host=host)
 

@@ -224,18 +224,24 @@ def bench(
 @app.command()
 def pack(
     model: ModelName,
-    verify: Annotated[bool, typer.Option("--verify", help="Pack, unpack and compare; nothing is written.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Pack, unpack and compare each expert's weights.")] = False,
+    out: Annotated[Path | None, typer.Option(help="A folder to write the packed checkpoint to.")] = None,
     device: Device = None,
 ) -> None:
-    """Show what lossless packing would make of a model's bfloat16 experts, and prove that every bit comes back."""
+    """Show what lossless packing makes of a model's bfloat16 experts, prove that every bit comes back, write it to disk."""
+    from .saving import pack_checkpoint
     from .verification import verify as check
 
-    if not verify:
-        raise typer.BadParameter("give --verify: packed checkpoints can't be written yet", param_hint="--verify")
-    found = check(files_of(model), model, stream_device(device).device)
-    print(found)
-    if found.wrong:
-        raise typer.Exit(1)
+    if not verify and out is None:
+        raise typer.BadParameter("give --verify to see what it would do, --out FOLDER to write it, or both", param_hint="--out")
+    home, folder = stream_device(device).device, files_of(model)
+    if verify:
+        found = check(folder, model, home)
+        print(found)
+        if found.wrong:
+            raise typer.Exit(1)
+    if out is not None:
+        print(f"{out}: {pack_checkpoint(folder, out, home)}")
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:

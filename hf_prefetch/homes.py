@@ -105,12 +105,13 @@ def _within_budget(
         )
         banks = [bank for bank, place in homes.items() if place is home]
         try:
-            sizes = [bank.nbytes for bank in banks]
+            # What stays on the device is not packed there.
+            sizes = [bank.weight_nbytes if bank.has_packed else bank.nbytes for bank in banks]
             # Where all of them fit there is nothing to cache.
             left = budget - dense if sum(sizes) <= budget - dense else budget - dense - cache
             chosen = choose_host_banks(sizes, left, slots)
         except NoRoomError as error:
-            least = dense + slots * max(bank.nbytes for bank in banks)
+            least = dense + slots * max(sizes)
             # A cache that is a share of the budget grows with it.
             share = config.expert_cache if isinstance(config.expert_cache, float) else 0.0
             least = math.ceil((least if share else least + cache) / (1 - share))

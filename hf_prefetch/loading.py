@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from .api import disable_expert_prefetch, enable
 from .config import DEFAULT_SLOTS, PrefetchConfig
+from .discovery import find_banks
 from .homes import Device
 from .memory.checkpoint import StoredTensor, UnknownDtypeError, read_headers
-from .memory.deferred import Deferred, NotDeferrableError
+from .memory.deferred import Deferred, NotDeferrableError, Packed
 from .memory.loading import Reader, Unread
+from .memory.packed_files import INDEX, is_packed, read_packed
+from .packed import PackedWeights, unpack_bank
 
-__all__ = ["from_pretrained", "load_enabled"]
+__all__ = ["deferred_model", "from_pretrained", "load_enabled", "load_unpacked"]
 
 _log = logging.getLogger("hf_prefetch")
 # The step of transformers' loading that is given other tensors than it would open itself: a static method of its models.
 _STEP = "_load_pretrained_model"
 _STEP_TAKES = ("model", "state_dict", "checkpoint_files", "load_config")
 # Ways to distribute a model that exclude placing it here.
+_FROM_HUB = ("revision", "subfolder", "cache_dir", "token", "trust_remote_code")
 _PLACEMENT = ("device_map", "tp_plan", "tp_size", "device_mesh", "distributed_config")
 
 
@@ -40,7 +47,7 @@ def from_pretrained(
     gpu_memory: int | str | None = None,
     expert_cache: int | str | float | None = None,
     pin_memory: int | str | None = None,
-    pack: bool = False,
+    pack: bool | None = None,
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -52,7 +59,7 @@ def from_pretrained(
     one layer. Checkpoints that store experts one by one are merged as transformers does it.
 
     Args:
-        pretrained_model_name_or_path: a folder with a checkpoint, or a model on the Hub.
+        pretrained_model_name_or_path: a folder with a checkpoint, a packed one too (see `save_packed`), or a model on the Hub.
         slots: device buffers that the layers' experts rotate through, 3 is recommended, see `enable_expert_prefetch`. With 0
             this is transformers' own loading.
         device, n_cpu_moe, gpu_memory, expert_cache, pin_memory, pack: as for `enable_expert_prefetch`.
@@ -93,6 +100,8 @@ def load_enabled(name: str | os.PathLike[str], config: PrefetchConfig, device: D
     """`from_pretrained`, with its own options in one value."""
     _refuse_placement(kwargs)
     if config.slots == 0:
+        if _packed_folder(name, kwargs) is not None:
+            return load_unpacked(name, config.progress, **kwargs)
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(name, **kwargs)
@@ -107,7 +116,7 @@ def load_enabled(name: str | os.PathLike[str], config: PrefetchConfig, device: D
                     "longer than reading them into their places, and as much memory as transformers needs.",
                     why_not,
                 )
-            unread = Unread(model, reader)
+            unread = Unread(model, reader, PackedWeights)
             with _explained(model):
                 enable(model, config, device, unread.load)
             unread.load_rest()
@@ -121,6 +130,49 @@ def load_enabled(name: str | os.PathLike[str], config: PrefetchConfig, device: D
         raise
 
 
+def load_unpacked(name: str | os.PathLike[str], progress: bool | None = None, /, **kwargs: Any) -> Any:
+    """What transformers would make of a packed checkpoint if it were not packed: an ordinary model on the CPU."""
+    with deferred_model(name, progress, **kwargs) as (result, unread):
+        for bank in find_banks(result[0] if isinstance(result, tuple) else result).banks:
+            unpack_bank(bank, unread.load)
+        unread.load_rest()
+    return result
+
+
+@contextmanager
+def deferred_model(name: str | os.PathLike[str], progress: bool | None, /, **kwargs: Any) -> Iterator[tuple[Any, Unread]]:
+    """What transformers gives for a checkpoint, and what of it is still to be read, while the block runs."""
+    with Reader(progress) as reader:
+        result, _ = _load(name, kwargs, reader)
+        unread = Unread(result[0] if isinstance(result, tuple) else result, reader, PackedWeights)
+        try:
+            yield result, unread
+        except BaseException:
+            unread.abandon()
+            raise
+
+
+def _packed_folder(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> Path | None:
+    """Where a packed checkpoint is, if it is one."""
+    folder = Path(name, kwargs.get("subfolder") or "")
+    return folder if is_packed(folder) else None
+
+
+def _naming_packed_files(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with which transformers looks for the files of a packed checkpoint: their index is named in the config."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    config, others = kwargs.get("config"), {key: value for key, value in kwargs.items() if key != "config"}
+    if not isinstance(config, PreTrainedConfig):
+        given = {key: others.pop(key) for key in ("dtype", "torch_dtype", "quantization_config") if key in others}
+        config, others = AutoConfig.from_pretrained(config or name, return_unused_kwargs=True, **others)
+        others |= given | {key: kwargs[key] for key in _FROM_HUB if key in kwargs}
+    config = copy.deepcopy(config)
+    for inner in (config, config.get_text_config()):
+        inner.transformers_weights = INDEX
+    return {**others, "config": config}
+
+
 def _refuse_placement(kwargs: dict[str, Any]) -> None:
     given = [name for name in _PLACEMENT if kwargs.get(name) is not None]
     if given:
@@ -132,17 +184,32 @@ def _refuse_placement(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _load(name: str | os.PathLike[str], kwargs: dict[str, Any], reader: Reader) -> tuple[Any, str | None]:
-    """What transformers gives for a checkpoint, with deferred tensors in it; and why there are none, if it has to be so."""
+def _load(
+    name: str | os.PathLike[str], kwargs: dict[str, Any], reader: Reader, *, reads: bool = False
+) -> tuple[Any, str | None]:
+    """What transformers gives for a checkpoint, with deferred tensors in it; and why there are none, if it has to be so.
+
+    `reads`: what is not packed is read at once.
+    """
     from transformers import AutoModelForCausalLM
 
-    step = _DeferredStep(reader)
+    packed = _packed_folder(name, kwargs)
+    given = kwargs
+    if packed is not None:
+        kwargs = _naming_packed_files(name, kwargs)
+    step = _DeferredStep(reader, packed, reads=reads)
     classes = _Classes(AutoModelForCausalLM._model_mapping, step)
     auto: Any = type(AutoModelForCausalLM.__name__, (AutoModelForCausalLM,), {"_model_mapping": classes})
     try:
         result = auto.from_pretrained(name, **kwargs)
     except NotDeferrableError as error:
         # Raised where transformers would draw missing weights, after the step.
+        if packed is not None and reads:
+            raise ValueError(
+                f"{name} holds a packed checkpoint of a model that writes to its experts while it loads."
+            ) from error
+        if packed is not None:
+            return _load(name, given, reader, reads=True)
         return AutoModelForCausalLM.from_pretrained(name, **kwargs), f"it writes to weights while it loads ({error})"
     except json.JSONDecodeError as error:
         _explain_json(name, error)
@@ -154,6 +221,13 @@ def _load(name: str | os.PathLike[str], kwargs: dict[str, Any], reader: Reader) 
         raise
     model = result[0] if isinstance(result, tuple) else result
     step.give_class_back(model)
+    if packed is not None:
+        if step.why_not is not None:
+            raise ValueError(f"{name} holds a packed checkpoint, which can't be loaded in this way: {step.why_not}.")
+        _refuse_incomplete(step.info, packed, model)
+        # It says where these weights were found, not where those that will be saved are.
+        for config in (model.config, model.config.get_text_config()):
+            config.__dict__.pop("transformers_weights", None)
     return result, step.why_not
 
 
@@ -163,13 +237,17 @@ class _DeferredStep:
     Attributes:
         why_not: why transformers has to read the files itself; None if it has not.
         problem: what is wrong with the checkpoint, in words that name the file and the key.
+        info: what transformers says of a packed checkpoint.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, packed: Path | None, *, reads: bool) -> None:
         self._reader = reader
+        self._packed = packed
+        self._reads = reads
         self._originals: dict[type[nn.Module], type[nn.Module]] = {}
         self.why_not: str | None = "its code is not transformers' own"
         self.problem: Exception | None = None
+        self.info: Any = None
 
     def variant(self, model_class: type[nn.Module]) -> type[nn.Module]:
         """A class that is the given one but for this step. A model of it has to be given its own class back."""
@@ -196,6 +274,8 @@ class _DeferredStep:
         self.why_not = _why_not(model, state_dict, files, load_config)
         if self.why_not is not None:
             return original(model, state_dict, files, load_config, *args, **kwargs)
+        if self._packed is not None:
+            return self._run_packed(original, model, files, load_config, *args, **kwargs)
         try:
             stored = read_headers(files, (load_config.sharded_metadata or {}).get("weight_map"))
         except UnknownDtypeError as error:
@@ -217,6 +297,48 @@ class _DeferredStep:
         if self.problem is not None:
             raise self.problem
         return info, index
+
+    def _run_packed(self, original: Any, model: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """The same with the files of a packed checkpoint, whose tensors are named as the model's own."""
+        assert self._packed is not None, "it is one"
+        try:
+            stored, packed = read_packed(files, json.loads((self._packed / INDEX).read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError) as error:
+            self.problem = error
+            raise
+        self._reader.expect((*stored.values(), *(part for blocks, escapes, _ in packed.values() for part in (blocks, escapes))))
+        deferred: dict[str, torch.Tensor] = {}
+        for key, tensor in stored.items():
+            stands_for = Deferred.stored(tensor, self._reader.materialize)
+            deferred[key] = self._reader.materialize(stands_for) if self._reads else stands_for
+        for key, parts in packed.items():
+            looks = torch.empty(parts[2], dtype=torch.bfloat16, device="meta")
+            deferred[key] = Deferred.of(looks, Packed(*parts), self._reader.materialize)
+        # Names are the model's own, unless this is only a part of the model that was saved.
+        whole = deferred.keys() <= model.state_dict().keys()
+        load_config = replace(load_config, weight_mapping=[]) if whole else load_config
+        with _without_transformers_bar():
+            info, index = original(model, deferred, None, load_config, *args, **kwargs)
+        if whole:
+            # Saved as others of its kind are: nothing was renamed on the way that would have to be undone.
+            model.__dict__.pop("_weight_conversions", None)
+        everything = stored | {key: parts[0] for key, parts in packed.items()}
+        self.problem = _what_does_not_fit(info, load_config, everything)
+        self.info = info
+        if self.problem is not None:
+            raise self.problem
+        return info, index
+
+
+def _refuse_incomplete(info: Any, folder: Path, model: nn.Module) -> None:
+    """A packed checkpoint was written from a whole model, so where something is missing that was another one."""
+    if info.missing_keys:
+        written = json.loads((folder / INDEX).read_text(encoding="utf-8"))["metadata"].get("model")
+        raise ValueError(
+            f"The packed checkpoint in {folder} lacks {min(info.missing_keys)!r}: it was written from a {written}, and its "
+            f"config.json makes a {type(model).__name__} whose weights have other names. Write it from a model that "
+            "AutoModelForCausalLM loads, with the config.json of that model."
+        )
 
 
 def _why_not(model: nn.Module, state_dict: object, files: list[str] | None, load_config: Any) -> str | None:
@@ -325,7 +447,7 @@ def _explain_quantized(name: str | os.PathLike[str], kwargs: dict[str, Any], err
     """Say it if a checkpoint could not be loaded because it is quantized."""
     from transformers import AutoConfig
 
-    given = {key: kwargs[key] for key in ("revision", "subfolder", "cache_dir", "token", "trust_remote_code") if key in kwargs}
+    given = {key: kwargs[key] for key in _FROM_HUB if key in kwargs}
     config = kwargs.get("config")
     if config is None or isinstance(config, str | os.PathLike):
         try:

@@ -20,10 +20,10 @@ from .device.table import Assignment
 from .forms import is_plain, parts_of
 from .layout import BankLayout
 from .memory.packing import PackedRows, pack, unpack
-from .memory.store import Load
+from .memory.store import Load, copy_value
 from .streams import StreamDevice
 
-__all__ = ["PackedWeights", "pack_bank", "unpack_bank"]
+__all__ = ["PackedWeights", "pack_bank", "packed_rows", "unpack_bank"]
 
 # Packing has to leave no more than this share of the bytes, or the weights stay as they are.
 _WORTH_IT = 0.9
@@ -72,6 +72,11 @@ class PackedWeights(torch.Tensor):
             rows[chosen] = unpack(PackedRows(packed.weights, packed.blocks[chosen], packed.escapes[chosen]))
         return whole
 
+    @property
+    def rows(self) -> PackedRows:
+        """The experts as rows."""
+        return PackedRows(self.shape[1:].numel(), self.blocks, self.escapes)
+
     def unpacked(self) -> torch.Tensor:
         """The weights as an ordinary tensor."""
         return PackedWeights.opened({"blocks": self.blocks, "escapes": self.escapes}, self.shape, None)
@@ -111,6 +116,27 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
+def _suits(weights: torch.Tensor) -> bool:
+    """Whether these can be packed: kernels unpack two weights at a time."""
+    if not is_plain(weights) or weights.dtype is not torch.bfloat16 or weights.dim() != 3:
+        return False
+    return weights.is_contiguous() and weights.shape[1:].numel() % 2 == 0
+
+
+def packed_rows(weights: torch.Tensor, device: torch.device) -> PackedRows | None:
+    """Experts, packed, or None if they can't be or it would not be worth it.
+
+    Args:
+        weights: (experts, ...).
+        device: packs them if it is a GPU.
+    """
+    if not _suits(weights):
+        return None
+    there = weights.to(device) if device.type == "cuda" else weights
+    packed = pack(there.view(weights.shape[0], -1))
+    return packed if packed.ratio <= _WORTH_IT else None
+
+
 def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
     """Pack those Parameters of a bank that get smaller by it. They stay the same objects.
 
@@ -125,27 +151,30 @@ def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
     if not bank.layout.has_rows:
         return bank
     for parameter in bank.parameters.values():
-        suited = is_plain(parameter) and parameter.dtype is torch.bfloat16 and parameter.dim() == 3
-        # Kernels unpack two weights at a time.
-        suited = suited and parameter.shape[1:].numel() % 2 == 0
-        if not suited or not parameter.is_contiguous():
+        if not _suits(parameter):
             continue
         value = torch.empty(parameter.shape, dtype=torch.bfloat16)
         load(parameter, value)
-        there = home.device if home.device.type == "cuda" else value.device
-        packed = pack(value.to(there).view(parameter.shape[0], -1))
-        if packed.ratio <= _WORTH_IT:
+        packed = packed_rows(value, home.device)
+        if packed is not None:
             # Where the weights were before is where they go back to; until then they are in host memory.
             weights = PackedWeights(packed.blocks.to(parameter.device), packed.escapes.to(parameter.device), parameter.shape)
             _swap(parameter, weights)
-    return replace(bank, layout=BankLayout.of(parts_of(bank.parameters).items()))
+    return replace(bank, layout=BankLayout.of(parts_of(bank.parameters).items(), stacked=bank.layout.stacked))
 
 
-def unpack_bank(bank: ExpertBank) -> None:
-    """Have ordinary Parameters again, on the devices where they are. Idempotent."""
+def unpack_bank(bank: ExpertBank, load: Load = copy_value) -> ExpertBank:
+    """Have ordinary Parameters again, on the devices where they are. Idempotent.
+
+    Returns:
+        The bank with a layout of what travels now.
+    """
     for parameter in bank.parameters.values():
         if isinstance(parameter, PackedWeights):
+            for part in (parameter.blocks, parameter.escapes):
+                load(part, part)
             _swap(parameter, parameter.unpacked())
+    return replace(bank, layout=BankLayout.of(parts_of(bank.parameters).items(), stacked=bank.layout.stacked))
 
 
 def _swap(parameter: nn.Parameter, value: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from .config import PrefetchConfig
 from .demo import demo_model_path
 from .homes import Device
 from .memory.checkpoint import UnknownDtypeError, read_headers
+from .memory.packed_files import is_packed
 
 __all__ = ["DEMO", "files_of", "load_enabled", "load_model", "load_tokenizer"]
 
@@ -36,6 +37,8 @@ def load_model(name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     def load(path: str) -> Any:
+        if is_packed(Path(path)):
+            return loading.load_unpacked(path, dtype="auto")
         # Whatever is broken is named here with its file; transformers' own errors don't.
         with suppress(UnknownDtypeError):
             read_headers(sorted(Path(path).glob("*.safetensors")))

@@ -22,6 +22,10 @@ class Undo:
         """Add a step, to be taken before those that were added earlier."""
         self._steps.append(functools.partial(step, *arguments))
 
+    def add_below(self, step: Callable[..., object], *arguments: Any) -> None:
+        """Add a step, to be taken after all that were added so far but the first."""
+        self._steps.insert(1, functools.partial(step, *arguments))
+
     def run(self) -> None:
         """Take all steps back, the last one first. The first error or interrupt of any of them is raised at the end."""
         first: BaseException | None = None

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from .memory.checkpoint import StoredTensor, read_headers
+from .memory.packed_files import is_packed
 from .memory.packing import pack, unpack
 from .progress import byte_progress
 from .sizes import shown
@@ -82,6 +83,8 @@ def verify(folder: Path, name: str, device: torch.device, *, progress: bool | No
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{name} holds no safetensors files")
+    if is_packed(folder):
+        raise ValueError(f"{name} holds a packed checkpoint: its checksums are compared whenever it is loaded")
     experts = [stored for key, stored in read_headers(files).items() if _EXPERTS.search(key) and len(stored.shape) > 1]
     suited = [stored for stored in experts if stored.dtype is torch.bfloat16]
     if not suited:

@@ -249,7 +249,7 @@ def test_pack_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[s
     folder = tmp_path / "model"
     load_demo_model(torch.float16).save_pretrained(folder)
     for arguments, code, words in (
-        (["pack", "demo"], 2, "give --verify"),
+        (["pack", "demo"], 2, "--out"),
         (["pack", str(folder), "--verify"], 1, "no experts in bfloat16 to pack; its experts are float16"),
     ):
         assert main([*arguments, *ON_CPU]) == code

@@ -318,7 +318,7 @@ def test_what_would_be_lost_is_refused(deferred: Callable[[str], Deferred]) -> N
 
 
 def test_long_tensors_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_prefetch.memory.deferred.PIECE", 1000)
+    monkeypatch.setattr("hf_prefetch.memory.checkpoint._AT_ONCE", 1000)
     folder = save("gpt_oss", tmp_path)
     assert_same(load(folder, dtype="bfloat16"), reference(folder, dtype="bfloat16"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["StoredTensor", "UnknownDtypeError", "read_headers"]
+__all__ = ["StoredTensor", "UnknownDtypeError", "read_headers", "read_metadata", "runs"]
 
 # safetensors' names of the types that torch can hold one element of. Types that pack two numbers into a byte are not here.
 _DTYPES = {
@@ -34,6 +34,8 @@ _DTYPES = {
 }
 # A header is a table of contents. safetensors itself refuses one beyond this size.
 _MAX_HEADER = 100_000_000
+# Bytes that are read at a time: enough for the full rate, little enough to stop soon after an interrupt.
+_AT_ONCE = 16 * 2**20
 
 
 class UnknownDtypeError(ValueError):
@@ -42,7 +44,10 @@ class UnknownDtypeError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint: `offset` bytes from the start of `file`, row-major, `nbytes` long."""
+    """One tensor of a checkpoint: `offset` bytes from the start of `file`, row-major, `nbytes` long.
+
+    `checksums`: the CRC-32 of each of its `runs`, where the checkpoint has such.
+    """
 
     file: Path
     key: str
@@ -50,9 +55,27 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    checksums: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.key!r} in {self.file}"
+
+
+def runs(shape: tuple[int, ...], nbytes: int) -> Iterator[tuple[int, int]]:
+    """Where each part of a tensor that is read at a time begins and ends, in bytes: whole rows of its first dimension."""
+    if nbytes <= _AT_ONCE or not shape:
+        yield from [(0, nbytes)] if nbytes else []
+        return
+    row = nbytes // shape[0]
+    step = max(1, _AT_ONCE // row) * row
+    yield from ((begin, min(begin + step, nbytes)) for begin in range(0, nbytes, step))
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """What a safetensors file, whose header `read_headers` has found to be good, says about itself."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        return json.loads(stream.read(length)).get("__metadata__") or {}
 
 
 def read_headers(files: Sequence[str | Path], index: Mapping[str, str] | None = None) -> dict[str, StoredTensor]:

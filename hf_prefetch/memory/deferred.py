@@ -17,12 +17,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from .checkpoint import StoredTensor
+from .checkpoint import StoredTensor, runs
 
-__all__ = ["Deferred", "Joined", "NotDeferrableError", "Piece", "Recipe", "Stored", "pieces", "stored_in"]
-
-# Bytes that are read at a time: enough for the full rate, little enough to stop soon after an interrupt.
-PIECE = 16 * 2**20
+__all__ = ["Deferred", "Joined", "NotDeferrableError", "Packed", "Piece", "Recipe", "Stored", "pieces", "stored_in"]
 
 
 class NotDeferrableError(Exception):
@@ -46,21 +43,34 @@ class Joined:
     sizes: tuple[int, ...] | None
 
 
-Recipe = Stored | Joined
+@dataclass(frozen=True)
+class Packed:
+    """A tensor in bfloat16 of this shape, packed: see `memory/packing.py`."""
+
+    blocks: StoredTensor
+    escapes: StoredTensor
+    shape: torch.Size
+
+
+Recipe = Stored | Joined | Packed
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes to read: `nbytes` from `offset` of the tensor's file, into `destination`, whose type may be another."""
+    """Bytes to read: `nbytes` from `offset` of the tensor's file, into `destination`, whose type may be another.
+
+    `checksum`: the CRC-32 that they must have; None where nobody knows.
+    """
 
     source: StoredTensor
     offset: int
     nbytes: int
     destination: torch.Tensor
+    checksum: int | None = None
 
 
 def pieces(recipe: Recipe, destination: torch.Tensor) -> Iterator[Piece]:
-    """What has to be read where, to make the tensor in `destination` (the same shape and type), in parts of about `PIECE`."""
+    """What has to be read where, to make the tensor in `destination` (the same shape and type), part by part: its `runs`."""
     if isinstance(recipe, Joined):
         begin = 0
         for index, part in enumerate(recipe.parts):
@@ -70,24 +80,25 @@ def pieces(recipe: Recipe, destination: torch.Tensor) -> Iterator[Piece]:
                 yield from pieces(part, destination.narrow(recipe.dim, begin, recipe.sizes[index]))
                 begin += recipe.sizes[index]
         return
+    assert isinstance(recipe, Stored), "what is packed is read as the two that it is made of"
     source = recipe.tensor
-    if source.nbytes == 0:
-        return
-    if source.nbytes <= PIECE or not source.shape:
-        yield Piece(source, source.offset, source.nbytes, destination)
-        return
-    # Rows of the first dimension lie one after the other, in the file as in the destination.
-    row = source.nbytes // source.shape[0]
-    step = max(1, PIECE // row)
-    for begin in range(0, source.shape[0], step):
-        rows = min(step, source.shape[0] - begin)
-        yield Piece(source, source.offset + begin * row, rows * row, destination.narrow(0, begin, rows))
+    for number, (begin, end) in enumerate(runs(source.shape, source.nbytes)):
+        checksum = source.checksums[number] if source.checksums else None
+        if end - begin < source.nbytes:
+            # Rows of the first dimension lie one after the other, in the file as in the destination.
+            row = source.nbytes // source.shape[0]
+            place = destination.narrow(0, begin // row, (end - begin) // row)
+        else:
+            place = destination
+        yield Piece(source, source.offset + begin, end - begin, place, checksum)
 
 
 def stored_in(recipe: Recipe) -> Iterator[StoredTensor]:
     """The tensors of the checkpoint that a recipe reads."""
     if isinstance(recipe, Stored):
         yield recipe.tensor
+    elif isinstance(recipe, Packed):
+        yield from (recipe.blocks, recipe.escapes)
     else:
         for part in recipe.parts:
             yield from stored_in(part)
@@ -167,6 +178,8 @@ def _to(tensor: Deferred, *args: Any, **kwargs: Any) -> Any:
 
 def _cast(recipe: Recipe, dtype: torch.dtype) -> Recipe | None:
     """The same in another type, or None where that is more than one cast of what is stored."""
+    if isinstance(recipe, Packed):
+        return recipe if dtype is torch.bfloat16 else None
     if isinstance(recipe, Stored):
         return replace(recipe, dtype=dtype) if dtype == recipe.dtype or recipe.dtype == recipe.tensor.dtype else None
     parts = [_cast(part, dtype) for part in recipe.parts]
@@ -176,7 +189,8 @@ def _cast(recipe: Recipe, dtype: torch.dtype) -> Recipe | None:
 def _join(func: Callable[..., torch.Tensor], tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     tensors = list(tensors)
     deferred = [tensor for tensor in tensors if isinstance(tensor, Deferred)]
-    if len(deferred) < len(tensors) or len({tensor.dtype for tensor in deferred}) > 1 or kwargs:
+    alike = len(deferred) == len(tensors) and len({tensor.dtype for tensor in deferred}) <= 1
+    if not alike or kwargs or any(isinstance(tensor.recipe, Packed) for tensor in deferred):
         return _read(func, tensors, dim, **kwargs)
     try:
         looks = _plainly(func, tensors, dim)

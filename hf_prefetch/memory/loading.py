@@ -7,17 +7,21 @@ model have not been read yet, and reads each of them when somebody says where it
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
+from math import prod
 from types import TracebackType
 
 import torch
 from torch import nn
 
+from ..forms import is_plain
 from ..progress import byte_progress
 from .checkpoint import StoredTensor
-from .deferred import Deferred, Piece, Recipe, pieces, stored_in
+from .deferred import Deferred, Packed, Piece, Recipe, Stored, pieces, stored_in
+from .packing import PackedRows, unpack
 from .pinned import Arena
 
 __all__ = ["Reader", "Unread"]
@@ -70,9 +74,15 @@ class Reader:
         """Make a tensor in `destination`, a tensor on the CPU of its shape and type. Returns when all of it is there.
 
         Raises:
-            OSError, ValueError: a file can't be read or has become shorter; the message names the file and the key.
+            OSError, ValueError: a file can't be read, has become shorter or is damaged; the message names the file and the key.
         """
         with torch.inference_mode(False):
+            if isinstance(recipe, Packed):
+                blocks, escapes = (torch.empty(part.shape, dtype=part.dtype) for part in (recipe.blocks, recipe.escapes))
+                self.read(Stored(recipe.blocks, blocks.dtype), blocks)
+                self.read(Stored(recipe.escapes, escapes.dtype), escapes)
+                destination.copy_(unpack(PackedRows(recipe.shape[1:].numel(), blocks, escapes)).view(recipe.shape))
+                return
             waiting = pieces(recipe, destination.detach())
             first = next(waiting, None)
             second = next(waiting, None)
@@ -125,6 +135,8 @@ def _read_piece(piece: Piece) -> int:
                 done += count
     except OSError as error:
         raise OSError(error.errno, f"{stored} can't be read: {error.strerror or error}") from error
+    if piece.checksum is not None and zlib.crc32(view) != piece.checksum:
+        raise ValueError(f"{stored} is damaged: its bytes are not those that were written. Download or copy the file again.")
     if not direct:
         destination.copy_(buffer)
     return piece.nbytes
@@ -134,12 +146,16 @@ class Unread:
     """The weights of a model that have a place in it, but are still in the files of the checkpoint.
 
     Every deferred Parameter is replaced by an ordinary one whose memory was not touched yet, so that it takes none. The same
-    Parameter in two modules (tied weights) stays the same. Buffers are read at once; they are small.
+    Parameter in two modules (tied weights) stays the same. One that is packed becomes what `wrap` makes of blocks, escapes and
+    its shape, and these two are what is read. Buffers are read at once; they are small.
     """
 
-    def __init__(self, model: nn.Module, reader: Reader) -> None:
+    def __init__(
+        self, model: nn.Module, reader: Reader, wrap: Callable[[torch.Tensor, torch.Tensor, torch.Size], torch.Tensor]
+    ) -> None:
         self._reader = reader
-        self._recipes: dict[int, tuple[nn.Parameter, Recipe]] = {}
+        self._wrap = wrap
+        self._recipes: dict[int, tuple[torch.Tensor, Recipe]] = {}
         places: dict[int, nn.Parameter] = {}
         kept: list[torch.Tensor] = []  # as long as ids are compared, nothing may get the id of something that is gone
         for module in model.modules():
@@ -158,18 +174,27 @@ class Unread:
                     _mark(module._buffers[name], buffer)
 
     def _place(self, deferred: Deferred) -> nn.Parameter:
+        recipe = deferred.recipe
         with torch.inference_mode(False):
-            parameter = nn.Parameter(_untouched(deferred), requires_grad=deferred.requires_grad)
+            if isinstance(recipe, Packed):
+                blocks, escapes = (_untouched(part.shape, part.dtype) for part in (recipe.blocks, recipe.escapes))
+                for tensor, part in ((blocks, recipe.blocks), (escapes, recipe.escapes)):
+                    self._recipes[id(tensor)] = (tensor, Stored(part, part.dtype))
+                whole = self._wrap(blocks, escapes, recipe.shape)
+            else:
+                whole = _untouched(tuple(deferred.shape), deferred.dtype)
+            parameter = nn.Parameter(whole, requires_grad=deferred.requires_grad)
         _mark(parameter, deferred)
-        self._recipes[id(parameter)] = (parameter, deferred.recipe)
+        if not isinstance(recipe, Packed):
+            self._recipes[id(parameter)] = (parameter, recipe)
         return parameter
 
     def __len__(self) -> int:
         return len(self._recipes)
 
-    def load(self, parameter: nn.Parameter, destination: torch.Tensor) -> None:
-        """Write a Parameter's value into `destination` (on the CPU, the same shape and type): read if it still has to be,
-        else copied. `destination` may be the Parameter's own memory."""
+    def load(self, parameter: torch.Tensor, destination: torch.Tensor) -> None:
+        """Write a Parameter's value, or that of a part of it, into `destination` (on the CPU, the same shape and type): read if
+        it still has to be, else copied. `destination` may be its own memory."""
         found = self._recipes.get(id(parameter))
         if found is not None:
             self._reader.read(found[1], destination)
@@ -186,17 +211,21 @@ class Unread:
     def abandon(self) -> None:
         """Empty all Parameters that were to be read, those too that have been."""
         for parameter in self._all:
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
+            if is_plain(parameter):
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+            else:
+                empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype))
+                torch.utils.swap_tensors(parameter, empty)  # type: ignore[no-untyped-call]
         self._recipes.clear()
 
 
-def _untouched(deferred: Deferred) -> torch.Tensor:
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a tensor, of which the system provides nothing before somebody writes there."""
-    nbytes = deferred.numel() * deferred.dtype.itemsize
+    nbytes = prod(shape) * dtype.itemsize
     if nbytes < _OWN_PAGES:
-        return torch.empty(tuple(deferred.shape), dtype=deferred.dtype)
+        return torch.empty(shape, dtype=dtype)
     # Memory from torch's allocator may be filled with NaN at once (torch.use_deterministic_algorithms).
-    return Arena(nbytes, shared=False).block.view(deferred.dtype).view(tuple(deferred.shape))
+    return Arena(nbytes, shared=False).block.view(dtype).view(shape)
 
 
 def _mark(tensor: torch.Tensor | None, deferred: Deferred) -> None:

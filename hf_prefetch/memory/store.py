@@ -17,12 +17,12 @@ from .pinned import Arena
 
 __all__ = ["HostStore", "Load", "StoredBank", "copy_value", "send_parameter"]
 
-# Writes a Parameter's value into a tensor on the CPU of its shape and type, which may be its own memory.
-Load = Callable[[nn.Parameter, torch.Tensor], None]
+# Writes a Parameter's value, or a part's, into a tensor on the CPU of its shape and type, which may be its own memory.
+Load = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def copy_value(parameter: nn.Parameter, destination: torch.Tensor) -> None:
-    """The `Load` of a Parameter that holds its value already."""
+def copy_value(parameter: torch.Tensor, destination: torch.Tensor) -> None:
+    """The `Load` of what holds its value already."""
     if destination.data_ptr() != parameter.data_ptr():
         with torch.no_grad():
             destination.copy_(parameter)
@@ -121,7 +121,7 @@ class HostStore:
                 load(parameter, views[name])
             else:
                 for part, tensor in parts(name, parameter).items():
-                    views[part].copy_(tensor)
+                    load(tensor, views[part])
             replace_parts(name, parameter, views)
         self._pin(arena, device)
 

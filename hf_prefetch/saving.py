@@ -1,0 +1,191 @@
+"""save_packed: a model's weights on disk with its experts packed, from where `from_pretrained` reads them as they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copyfile
+from typing import Any
+
+import torch
+from torch import nn
+
+from .discovery import find_banks
+from .forms import is_plain
+from .loading import deferred_model
+from .memory.packed_files import PackedFiles, is_packed
+from .memory.packing import PackedRows
+from .packed import PackedWeights, packed_rows
+from .placement import is_dispatched
+from .progress import byte_progress
+from .scheduling.scheduler import PrefetchScheduler
+from .sizes import shown
+from .streams import default_device
+
+__all__ = ["Written", "pack_checkpoint", "save_packed"]
+
+# What is not an expert goes into files of about this size, in bytes.
+_FILE = 2 * 2**30
+# What belongs to a checkpoint besides weights and what the model itself writes: tokenizers, templates, code, licenses.
+_BESIDES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.md", "LICENSE*", "NOTICE*")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        nbytes: bytes of all weights of the model, and `written_nbytes` of what they are in the files.
+        packed: how many tensors were packed.
+    """
+
+    nbytes: int
+    written_nbytes: int
+    packed: int
+
+    def __str__(self) -> str:
+        share = self.written_nbytes / max(self.nbytes, 1)
+        sizes = f"{shown(self.nbytes)} of weights in {shown(self.written_nbytes)}, {share:.4f} of it"
+        return f"{sizes}; {self.packed:,} tensors are packed"
+
+
+def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: bool | None = None) -> Written:
+    """Write a model with its bfloat16 experts packed: in three quarters of their bytes, without the loss of a bit.
+
+    `hf_prefetch.from_pretrained(folder)` reads them as they are, without packing anything again. transformers itself finds no
+    weights in such a folder. Experts that are in another format, or would hardly get smaller, are written as they are.
+
+    Args:
+        model: a transformers model, enabled or not. What is packed already is not packed again.
+        folder: where to write; made if it is not there. A packed checkpoint that it holds is replaced.
+        progress: show a bar over the bytes; None shows it in terminals and notebooks.
+
+    Raises:
+        TypeError: it is no transformers model.
+        ValueError: it has no experts, or some of its weights are not here, or are in a quantized format.
+        RuntimeError: called from inside a forward of the model.
+        FileExistsError: the folder holds an ordinary checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> from hf_prefetch import from_pretrained, save_packed
+        >>> from hf_prefetch.demo import load_demo_model
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     written = save_packed(load_demo_model(), folder)
+        ...     model = from_pretrained(folder)
+        >>> written.packed
+        14
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"a transformers model can be saved packed, not a {type(model).__name__}")
+    found = (module.__dict__.get("expert_prefetch") for module in model.modules())
+    with ExitStack() as held:
+        for scheduler in found:
+            if isinstance(scheduler, PrefetchScheduler):
+                if scheduler.is_in_a_call():
+                    raise RuntimeError(
+                        "A model can't be saved packed from inside a forward of it. Do it when that has returned."
+                    )
+                # While another thread is in a call, the model's own Parameters are what was sent for that.
+                held.enter_context(scheduler.lock)
+        return _write(model, Path(folder), lambda parameter: parameter.detach(), progress, default_device())
+
+
+def pack_checkpoint(source: Path, folder: Path, device: torch.device, *, progress: bool | None = None) -> Written:
+    """Write the packed form of a checkpoint, one layer's experts at a time: no more than these are ever in memory.
+
+    Args:
+        source: a folder with an ordinary checkpoint. What it holds besides weights is copied.
+        folder: where to write.
+        device: packs, if it is a GPU.
+        progress: show a bar over the bytes; None shows it in terminals.
+
+    Raises:
+        FileExistsError, ValueError, RuntimeError: as `save_packed` and `from_pretrained`.
+    """
+    if is_packed(source):
+        raise ValueError(f"{source} holds a packed checkpoint already")
+    with deferred_model(source, False, dtype="auto") as (model, unread):
+
+        def value(parameter: torch.Tensor) -> torch.Tensor:
+            there = torch.empty(parameter.shape, dtype=parameter.dtype)
+            unread.load(parameter, there)
+            return there
+
+        written = _write(model, folder, value, progress, device)
+    for pattern in _BESIDES:
+        for file in sorted(source.glob(pattern)):
+            if not file.name.endswith(".index.json") and not (folder / file.name).exists():
+                copyfile(file, folder / file.name)
+    return written
+
+
+def _write(
+    model: Any, folder: Path, value: Callable[[torch.Tensor], torch.Tensor], progress: bool | None, device: torch.device
+) -> Written:
+    groups = _groups(model)
+    sizes = [sum(tensor.numel() * tensor.element_size() for tensor in group.values()) for group, _ in groups]
+    folder.mkdir(parents=True, exist_ok=True)
+    files, after, count = PackedFiles(folder, len(groups)), 0, 0
+    with byte_progress(sum(sizes), "writing packed weights", progress) as bar:
+        for (group, is_bank), size in zip(groups, sizes, strict=True):
+            plain: dict[str, torch.Tensor] = {}
+            packed: dict[str, tuple[PackedRows, torch.Size]] = {}
+            for name, tensor in group.items():
+                rows = tensor.rows if isinstance(tensor, PackedWeights) else None
+                there = value(tensor) if rows is None else tensor
+                rows = packed_rows(there, device) if is_bank and rows is None else rows
+                if rows is None:
+                    plain[name] = there
+                else:
+                    packed[name] = rows, tensor.shape
+            after += files.write(plain, packed)
+            count += len(packed)
+            bar.update(size)
+    model.config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    files.finish(model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."))
+    return Written(sum(sizes), after, count)
+
+
+def _groups(model: nn.Module) -> list[tuple[dict[str, torch.Tensor], bool]]:
+    """What goes into each file, and whether it is a bank whose experts can be packed."""
+    if is_dispatched(model):
+        raise ValueError(
+            "Some of this model's weights are where accelerate has put them. Load it without device_map to save it packed."
+        )
+    banks = [bank for bank in find_banks(model).banks if bank.layout.has_rows]
+    bank_of = {id(parameter): number for number, bank in enumerate(banks) for parameter in bank.parameters.values()}
+    groups: list[tuple[dict[str, torch.Tensor], bool]] = [({}, True) for _ in banks]
+    rest: list[tuple[dict[str, torch.Tensor], bool]] = []
+    room = 0
+    for name, tensor in _tensors(model):
+        if tensor.is_meta or not (is_plain(tensor) or isinstance(tensor, PackedWeights)):
+            why = "has no value here" if tensor.is_meta else f"is a {type(tensor.data).__name__}, in a format of its own"
+            raise ValueError(f"This model can't be saved packed: {name} {why}.")
+        if id(tensor) in bank_of:
+            groups[bank_of[id(tensor)]][0][name] = tensor
+            continue
+        if tensor.nbytes > room:
+            rest.append(({}, False))
+            room = _FILE
+        rest[-1][0][name] = tensor
+        room -= tensor.nbytes
+    return [*groups, *rest]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of a model that a state dict would have, once, however many names it has."""
+    yield from model.named_parameters()
+    seen = set()
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{path}.{name}" if path else name, buffer

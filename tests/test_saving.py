@@ -1,0 +1,346 @@
+"""Packed checkpoints: what is written is what is loaded, bit by bit; and one that is broken is refused by file and key."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import architectures
+from architectures import ARCHITECTURES
+from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained, save_packed
+from hf_prefetch.cli import main
+from hf_prefetch.demo import demo_model_path, load_demo_model
+from hf_prefetch.discovery import find_banks
+from hf_prefetch.memory.packed_files import INDEX
+from hf_prefetch.memory.packing import pack
+from hf_prefetch.packed import PackedWeights
+from hf_prefetch.testing import FakeDevice
+from models import FAMILIES, build, experts_of, prompt
+from test_architectures import REFUSED
+
+FIRST = "packed-00001-of-00008.safetensors"
+# Of these AutoModelForCausalLM loads a part, under names that transformers knows from their own checkpoints only.
+PARTS = ("dots3_note",)
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return from_pretrained(folder, device=options.pop("device", "cpu"), progress=False, **options)
+
+
+def packed_names(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if isinstance(parameter, PackedWeights)}
+
+
+def assert_same(model: PreTrainedModel, expected: dict[str, torch.Tensor]) -> None:
+    state = model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        assert value.dtype == expected[name].dtype, name
+        assert torch.equal(value.cpu().view(torch.uint8), expected[name].view(torch.uint8)), name
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu().clone().contiguous() for name, value in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demonstration model, packed."""
+    folder = tmp_path_factory.mktemp("packed")
+    save_packed(load_demo_model(), folder, progress=False)
+    return folder
+
+
+@pytest.fixture
+def copy(written: Path, tmp_path: Path) -> Path:
+    """The same, to be spoilt."""
+    return Path(shutil.copytree(written, tmp_path / "copy"))
+
+
+# -- what is written is what is loaded ------------------------------------------------------------------------------------
+
+
+def test_the_demonstration_model(device: torch.device, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded as it lies there: nothing is packed again, and its logits are those of the model."""
+    expected, ids = load_demo_model().to(device), prompt(24, device=device)
+    before = state_of(expected)
+    monkeypatch.setattr("hf_prefetch.packed.pack", lambda rows: pytest.fail("something was packed again"))
+    model = load(written, device=device)
+    assert len(packed_names(model)) == 2 * len(experts_of(model))
+    assert model.expert_prefetch.report().host_bytes < 0.8 * sum(bank.nbytes for bank in find_banks(expected).banks)
+    assert_same(model, before)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), expected.generate(ids, **options))
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+    disable_expert_prefetch(model)
+    assert not packed_names(model)
+    assert_same(model, before)
+
+
+def test_a_quarter_less_is_read(written: Path) -> None:
+    """In bytes of experts in files."""
+
+    def experts(folder: Path) -> int:
+        return sum(
+            opened.get_tensor(key).nbytes
+            for file in folder.glob("*.safetensors")
+            for opened in [safe_open(file, framework="pt")]
+            for key in opened.keys()  # noqa: SIM118
+            if ".experts." in key
+        )
+
+    assert experts(written) < 0.77 * experts(Path(demo_model_path()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path: Path) -> None:
+    """With biases, float32 beside bfloat16, tied weights: what is packed and what is not."""
+    model = build(family, torch.bfloat16)
+    for module in experts_of(model).values():
+        # One that would get larger.
+        noise = torch.randint(-(2**15), 2**15, module.down_proj.shape, generator=torch.Generator().manual_seed(0))
+        module.down_proj.data.copy_(noise.short().view(torch.bfloat16))
+    model.save_pretrained(tmp_path / "plain")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    found = save_packed(model, tmp_path / "packed", progress=False)
+    assert found.packed == len(experts_of(model))
+    loaded = load(tmp_path / "packed")
+    assert all(name.endswith("gate_up_proj") for name in packed_names(loaded))
+    assert_same(loaded, state_of(expected))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures(name: str, tmp_path: Path) -> None:
+    """Each tensor finds its place again under the name that the model has for it, whatever its checkpoints call it."""
+    model = architectures.build(name, torch.bfloat16)
+    if not model.can_generate() or type(model.config) not in AutoModelForCausalLM._model_mapping:
+        pytest.skip("not what AutoModelForCausalLM loads")
+    model.save_pretrained(tmp_path / "plain")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=r"no Mixture-of-Experts|can be prefetched"):
+            save_packed(model, tmp_path / "packed", progress=False)
+        return
+    save_packed(model, tmp_path / "packed", progress=False)
+    if name in PARTS:
+        with pytest.raises(ValueError, match=r"was written from a \w+ForConditionalGeneration, and .* makes a \w+ForCausalLM"):
+            load(tmp_path / "packed")
+        return
+    loaded, values = load(tmp_path / "packed"), state_of(expected)
+    if type(loaded) is type(model):
+        # transformers may cast some, and does not find all again that it has saved.
+        values = {name: value.to(values[name].dtype) for name, value in state_of(model).items()}
+    assert_same(loaded, values)
+
+
+def test_a_model_that_is_enabled(tmp_path: Path) -> None:
+    """Packed or not, with some layers on the device: what is written is the same."""
+    expected = state_of(load_demo_model())
+    for number, options in enumerate(({"pack": True}, {"pack": False}, {"n_cpu_moe": 3, "pack": True})):
+        model = enable_expert_prefetch(load_demo_model(), device="cpu", progress=False, **options)
+        found = save_packed(model, tmp_path / str(number), progress=False)
+        assert found.packed == 14
+        assert_same(load(tmp_path / str(number)), expected)
+        save_packed(model, tmp_path / str(number), progress=False)
+        assert_same(load(tmp_path / str(number)), expected)
+
+
+def test_not_from_inside_a_call(tmp_path: Path) -> None:
+    """There the model's Parameters are something else."""
+    model = enable_expert_prefetch(load_demo_model(), device="cpu", progress=False)
+    errors: list[str] = []
+
+    def save(*_: object) -> None:
+        with pytest.raises(RuntimeError, match="from inside a forward") as raised:
+            save_packed(model, tmp_path / "never")
+        errors.append(str(raised.value))
+
+    next(iter(experts_of(model).values())).act_fn.register_forward_hook(save)
+    model(prompt(4))
+    assert errors
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "packed"),
+    [({"pack": False}, 0), ({"pack": True}, 14), ({"n_cpu_moe": 3}, 6), ({"gpu_memory": "30MiB"}, 0), ({"slots": 0}, 0)],
+)
+def test_what_is_asked_for(options: dict[str, Any], packed: int, written: Path) -> None:
+    """What stays on the device is unpacked, and so is everything for pack=False and slots=0."""
+    expected = load_demo_model()
+    model = from_pretrained(written, progress=False, **({} if "slots" in options else {"device": "cpu"}), **options)
+    assert len(packed_names(model)) == packed
+    assert_same(model, state_of(expected))
+    with torch.no_grad():
+        assert torch.equal(model(prompt(9)).logits, expected(prompt(9)).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "auto", None])
+def test_another_type(dtype: Any, written: Path) -> None:
+    """As transformers casts an ordinary checkpoint."""
+    expected = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype)
+    model = load(written, dtype=dtype)
+    assert_same(model, state_of(expected))
+    assert bool(packed_names(model)) == (dtype is not torch.float32)
+
+
+def test_saved_again_it_is_an_ordinary_checkpoint(written: Path, tmp_path: Path) -> None:
+    """`save_pretrained` of what was loaded from packed files: nothing there knows about them."""
+    load(written).save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert_same(again, state_of(load_demo_model()))
+    assert "packed" not in (tmp_path / "config.json").read_text()
+    with (
+        safe_open(tmp_path / "model.safetensors", framework="pt") as file,
+        safe_open(Path(demo_model_path()) / "model.safetensors", framework="pt") as original,
+    ):
+        assert set(file.keys()) == set(original.keys())
+
+
+def test_transformers_finds_no_weights(written: Path) -> None:
+    """So it can't take packed bytes for weights, nor make up others."""
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(written)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From an ordinary checkpoint, with its tokenizer; and the commands take what it has written."""
+    out = tmp_path / "out"
+    assert main(["pack", "demo", "--out", str(out), "--device", "cpu"]) == 0
+    assert "14 tensors are packed" in capsys.readouterr().out
+    assert {"config.json", "generation_config.json", "tokenizer.json", INDEX, FIRST} <= {file.name for file in out.iterdir()}
+    assert_same(load(out), state_of(load_demo_model()))
+    said = []
+    for folder in ("demo", str(out)):
+        assert main(["generate", folder, "--prompt", "The", "--max-new-tokens", "8", "--device", "cpu"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert main(["generate", str(out), "--prompt", "The", "--prefetch-experts-slots", "0", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith(said[0].rstrip())
+    for arguments, words in (
+        (["--out", str(tmp_path / "twice")], "packed checkpoint already"),
+        (["--verify"], "whenever it is"),
+    ):
+        assert main(["pack", str(out), *arguments, "--device", "cpu"]) == 1
+        assert words in capsys.readouterr().err
+    assert main(["pack", "demo", "--out", str(demo_copy(tmp_path)), "--device", "cpu"]) == 1
+    assert "holds an ordinary checkpoint" in capsys.readouterr().err
+
+
+def demo_copy(folder: Path) -> Path:
+    return Path(shutil.copytree(demo_model_path(), folder / "demo"))
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def _edit_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        change(index)
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return spoil
+
+
+def _flip(place: float) -> Callable[[Path], None]:
+    """One bit of the first file, so far into it."""
+
+    def spoil(folder: Path) -> None:
+        content = bytearray((folder / FIRST).read_bytes())
+        content[int(place * (len(content) - 1))] ^= 1
+        (folder / FIRST).write_bytes(content)
+
+    return spoil
+
+
+def _cut(folder: Path) -> None:
+    (folder / FIRST).write_bytes((folder / FIRST).read_bytes()[:-100])
+
+
+def _cut_config(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = len(config.pop("layer_types", [0] * 7)) + 1
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_cut, rf"{FIRST} is truncated: '.*experts.*'"),
+        (_flip(0.0), rf"{FIRST}"),
+        (_flip(0.0005), rf"{FIRST} (is damaged: its header|is no safetensors file)"),
+        (_flip(0.2), rf"'model\.layers\.0\.mlp\.experts\..*(blocks|escapes)' in .*{FIRST} is damaged"),
+        (_flip(1.0), rf"'model\.layers\.0\.mlp\.experts\..*(blocks|escapes)' in .*{FIRST} is damaged"),
+        (lambda folder: (folder / FIRST).unlink(), rf"(?s){FIRST}"),
+        (_edit_index(lambda index: index["metadata"].update(version=2)), r"of version 2 .*reads 1.*hf-prefetch pack"),
+        (_edit_index(lambda index: index["metadata"].update(format="pt")), "no packed checkpoint"),
+        (_edit_index(lambda index: index["weight_map"].update(other=FIRST)), rf"{FIRST} lacks 'other'"),
+        (_cut_config, r"lacks 'model\.layers\.7\."),
+    ],
+    ids=["cut", "first byte", "header", "in a block", "last byte", "missing", "version", "format", "index", "config"],
+)
+def test_a_broken_one(copy: Path, spoil: Callable[[Path], None], words: str) -> None:
+    """The file and the key are named, and nothing stays page-locked or on the device."""
+    spoil(copy)
+    device = FakeDevice()
+    with pytest.raises((ValueError, OSError), match=words):
+        load(copy, device=device)
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+
+
+def test_a_file_that_changes_while_it_is_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last bank: those before it are given back without being unpacked."""
+    file = sorted(copy.glob("packed-*"))[6]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 8
+    file.write_bytes(content)
+    device = FakeDevice()
+    monkeypatch.setattr(PackedWeights, "unpacked", lambda self: pytest.fail("weights that nobody wants were unpacked"))
+    with pytest.raises(ValueError, match=rf"'model\.layers\.6\..*' in .*{file.name} is damaged"):
+        load(copy, device=device)
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+
+
+def test_what_is_not_whole_is_not_there(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt while a checkpoint is written over another one leaves none."""
+
+    def interrupted(rows: torch.Tensor) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_prefetch.packed.pack", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_packed(load_demo_model(), copy, progress=False)
+    with pytest.raises(OSError, match="no file named"):
+        load(copy)
+    monkeypatch.setattr("hf_prefetch.packed.pack", pack)
+    save_packed(load_demo_model(), copy, progress=False)
+    assert_same(load(copy), state_of(load_demo_model()))
+
+
+def test_what_can_not_be_saved(tmp_path: Path) -> None:
+    """In words."""
+    with pytest.raises(TypeError, match="a transformers model can be saved packed, not a Linear"):
+        save_packed(nn.Linear(2, 2), tmp_path)
+    config = load_demo_model().config
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="has no value here"):
+        save_packed(empty, tmp_path)
+    demo_copy(tmp_path)
+    with pytest.raises(FileExistsError, match="ordinary checkpoint"):
+        save_packed(load_demo_model(), tmp_path / "demo")
