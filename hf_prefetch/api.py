@@ -19,6 +19,7 @@ from .ending import end_with
 from .guards import guard, unguard
 from .homes import Device, Homes, choose_homes
 from .hooks import ExpertPrefetchHook, announce, attach, detach, hook_of
+from .measuring import chooses_packing
 from .memory.ledger import Purpose
 from .memory.store import HostStore, Load, copy_value
 from .packed import pack_bank, unpack_bank
@@ -46,7 +47,7 @@ def enable_expert_prefetch(
     gpu_memory: int | str | None = None,
     expert_cache: int | str | float | None = None,
     pin_memory: int | str | None = None,
-    pack: bool | None = None,
+    pack: bool | str | None = None,
     progress: bool | None = None,
 ) -> Model:
     """Keep a model's experts in host memory and send each layer's to the device ahead of use.
@@ -69,8 +70,9 @@ def enable_expert_prefetch(
         pin_memory: host memory that may be page-locked, in bytes or as "40GiB"; None is as much as the experts take, 0 is none.
             Page-locked memory can't be paged out or used otherwise. Experts beyond it are copied several times more slowly.
         pack: keep bfloat16 experts packed: in three quarters of their bytes, without the loss of a bit, in host memory and on
-            the way to the device. They are unpacked there for each call, in memory that takes the place of one slot. None, the
-            default, leaves them as they are: packed if they come from a packed checkpoint (see `save_packed`).
+            the way to the device. They are unpacked there for each call, in memory that takes the place of one slot. "auto"
+            measures for a moment whether that is faster here; it never is without a GPU and Triton. None, the default, leaves
+            them as they are: packed if they come from a packed checkpoint (see `save_packed`).
         progress: show a progress bar while weights are moved; None shows one in terminals and notebooks.
 
     Returns:
@@ -173,6 +175,10 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     which must not keep its model alive.
     """
     undo.add(_forget, model)  # the last step: until then disabling can be called again
+    if config.pack == "auto":
+        pays = chooses_packing({*homes.host.values()}, pins=config.pin_budget != 0)
+        _log.info("hf_prefetch: packing experts %s here", "pays" if pays else "does not pay")
+        config = replace(config, pack=True if pays else None)
     homes = _pack(homes, config, undo, load)
     banks, store = tuple(homes.host), HostStore(config.pin_budget)
     taken = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.owners}

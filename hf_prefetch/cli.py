@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,10 +127,25 @@ ExpertCache = Annotated[
 ]
 
 
+class Packing(str, Enum):
+    """When to pack."""
+
+    AUTO = "auto"
+    TRUE = "true"
+    FALSE = "false"
+
+
 Pack = Annotated[
-    bool,
-    typer.Option("--pack", help="Keep bfloat16 experts in three quarters of their bytes, without the loss of a bit."),
+    Packing | None,
+    typer.Option(
+        "--pack",
+        help="Keep bfloat16 experts in three quarters of their bytes, without the loss of a bit; auto: where it is faster. If "
+        "not given they stay as the checkpoint has them.",
+    ),
 ]
+
+
+_PACKS = {None: None, Packing.AUTO: "auto", Packing.TRUE: True, Packing.FALSE: False}
 
 
 PinMemory = Annotated[
@@ -162,7 +178,7 @@ def generate(
     gpu_memory: GpuMemory = None,
     expert_cache: ExpertCache = None,
     pin_memory: PinMemory = None,
-    pack: Pack = False,
+    pack: Pack = None,
     report: Annotated[bool, typer.Option("--report", help="Print afterwards what prefetching did.")] = False,
 ) -> None:
     """Continue a text, printing it as it is written."""
@@ -171,7 +187,7 @@ def generate(
         sys.stdout.reconfigure(errors="replace")
     text = _prompt_text(prompt, prompt_file)
     options = {"n_cpu_moe": n_cpu_moe, "gpu_memory": gpu_memory, "expert_cache": expert_cache, "pin_memory": pin_memory}
-    config, home = _config(prefetch_experts_slots, pack=pack, **options), stream_device(device)
+    config, home = _config(prefetch_experts_slots, pack=_PACKS[pack], **options), stream_device(device)
     tokenizer = load_tokenizer(model)
     writer = load_enabled(model, config, home) if config.slots else load_model(model).to(home.device)
     inputs = tokenizer(text, return_tensors="pt").to(writer.device)

@@ -39,8 +39,8 @@ class PrefetchConfig:
             calls take decides; any other number is kept to.
         pin_memory: host memory that may be page-locked, in bytes or as "40GiB"; None: as much as the experts take. Those of
             layers beyond it are copied from pageable memory, which is several times slower.
-        pack: keep bfloat16 experts in host memory in three quarters of their bytes, and unpack them on the device; None: those
-            of a packed checkpoint, and no others.
+        pack: keep bfloat16 experts in host memory in three quarters of their bytes, and unpack them on the device; "auto": if
+            a short measurement finds that to be faster; None: those of a packed checkpoint, and no others.
         progress: show a progress bar while weights are moved; None shows one only where somebody would see it.
 
     Raises:
@@ -54,7 +54,7 @@ class PrefetchConfig:
     expert_cache: int | str | float | None = None
     lookahead_gate: int = DEFAULT_GATE
     pin_memory: int | str | None = None
-    pack: bool | None = None
+    pack: bool | str | None = None
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -98,8 +98,8 @@ class PrefetchConfig:
             )
         if self.pin_memory is not None:
             object.__setattr__(self, "pin_memory", _size_in_bytes(self.pin_memory, "pin_memory", least=0))
-        if self.pack is not None and not isinstance(self.pack, bool):
-            raise TypeError(f"pack must be True, False or None, got {self.pack!r}.")
+        if self.pack is not None and self.pack != "auto" and not isinstance(self.pack, bool):
+            raise TypeError(f'pack must be True, False, "auto" or None, got {self.pack!r}.')
         if self.progress is not None and not isinstance(self.progress, bool):
             raise TypeError(f"progress must be True, False or None, got {self.progress!r}.")
 

@@ -47,7 +47,7 @@ def from_pretrained(
     gpu_memory: int | str | None = None,
     expert_cache: int | str | float | None = None,
     pin_memory: int | str | None = None,
-    pack: bool | None = None,
+    pack: bool | str | None = None,
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Any:

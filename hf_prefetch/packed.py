@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .bank import ExpertBank
+from .device.rows import triton_is_there
 from .device.table import Assignment
 from .forms import is_plain, parts_of
 from .layout import BankLayout
@@ -61,14 +62,14 @@ class PackedWeights(torch.Tensor):
         packed = PackedRows(size[1:].numel(), inner["blocks"], inner["escapes"])
         whole = torch.empty(size, dtype=torch.bfloat16, device=packed.blocks.device)
         rows = whole.view(size[0], -1)
-        if whole.is_cuda:
+        if whole.is_cuda and triton_is_there():
             from .device.unpacking import unpack_rows
 
             unpack_rows(packed, rows, found)
         elif found is None:
             rows.copy_(unpack(packed))
         else:
-            chosen = torch.tensor([row for row, _ in found.moves()], dtype=torch.int64)
+            chosen = torch.tensor([row for row, _ in found.moves()], dtype=torch.int64, device=whole.device)
             rows[chosen] = unpack(PackedRows(packed.weights, packed.blocks[chosen], packed.escapes[chosen]))
         return whole
 

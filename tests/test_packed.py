@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from caching import budget
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained
 from hf_prefetch.demo import demo_model_path, load_demo_model
 from hf_prefetch.discovery import find_banks
+from hf_prefetch.measuring import measure
 from hf_prefetch.memory.packing import PackedRows, pack
 from hf_prefetch.packed import PackedWeights
+from hf_prefetch.scheduling.packing import Rates, packing_pays
+from hf_prefetch.streams import stream_device
 from hf_prefetch.testing import FakeDevice, RaceChecker
 from models import EXPERTS, Snapshot, build, experts_of, prompt
 
@@ -277,6 +281,62 @@ def test_an_interrupt_while_weights_are_packed_undoes_it(number: int, monkeypatc
     assert not packed_parameters(model)
     assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
     assert all(map(torch.equal, outcome(model, ids), expected))
+
+
+# -- pack="auto" ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("link", "unpack", "pays"),
+    [
+        (55e9, 1300e9, True),
+        (55e9, 285e9, True),
+        (55e9, 280e9, False),
+        (8e9, 100e9, True),
+        (400e9, 1300e9, False),
+        (1300e9, 1300e9, False),
+    ],
+)
+def test_what_pays(link: float, unpack: float, *, pays: bool) -> None:
+    """0.755 of the time on the link, and all of the time that unpacking takes, must come to 0.95 of it."""
+    assert packing_pays(Rates(link=link, unpack=unpack)) == pays
+
+
+def test_auto_is_off_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where there is one, what was measured decides."""
+    model = model_of()
+    monkeypatch.setattr("hf_prefetch.measuring.measure", lambda *_, **__: pytest.fail("nothing to measure"))
+    enable_expert_prefetch(model, device=FakeDevice(), pack="auto", progress=False)
+    assert not packed_parameters(model)
+    assert model.expert_prefetch.config.pack is None
+    for pays in (True, False):
+        asked: dict[str, Any] = {}
+
+        def chooses(devices: Any, *, pays: bool = pays, asked: dict[str, Any] = asked, **options: Any) -> bool:
+            asked.update(options, devices=list(devices))
+            return pays
+
+        monkeypatch.setattr("hf_prefetch.api.chooses_packing", chooses)
+        device = FakeDevice()
+        enable_expert_prefetch(model, device=device, pack="auto", pin_memory=0, progress=False)
+        assert asked == {"devices": [device], "pins": False}
+        assert bool(packed_parameters(model)) == pays
+    disable_expert_prefetch(model)
+
+
+@pytest.mark.gpu
+def test_it_is_measured_in_a_moment(device: torch.device) -> None:
+    """Rates that a device can have, in less than half a second when the kernel is compiled; nothing stays there."""
+    pytest.importorskip("triton")
+    home = stream_device(device)
+    measure(home, pins=True)
+    torch.cuda.synchronize()
+    before, begin = torch.cuda.memory_allocated(), time.perf_counter()
+    rates = measure(home, pins=True)
+    assert time.perf_counter() - begin < 0.5
+    assert torch.cuda.memory_allocated() == before
+    assert 1e9 < rates.link < 1e12
+    assert 1e10 < rates.unpack < 1e13
 
 
 @pytest.mark.parametrize("value", [1, "yes", 0.5])

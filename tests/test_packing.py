@@ -175,6 +175,14 @@ for number, bits in enumerate((every[: 9 * BLOCK], every[-BLOCK:], normal, norma
             wanted = bits[row].view(torch.bfloat16) if row in named else torch.full_like(rows[row], 7.0)
             assert torch.equal(there[row].view(torch.int16).cpu(), wanted.view(torch.int16)), (ids, row)
         packed = pack(rows.to(device))
+# A file that somebody has tampered with: escapes that lie elsewhere, and headers that point elsewhere.
+for blocks, escapes in ((slice(0, 0), slice(1, None)), (slice(4, 8), slice(0, 0)), (slice(2, 4), slice(0, 0))):
+    packed = pack(every[:6144].view(torch.bfloat16).view(3, 2048).to(device))
+    packed.blocks[:, :, blocks] = 0xEF
+    packed.escapes[:, escapes] |= 0x7FFFFFF0
+    beyond = torch.full((4 * 2048,), 3.0, dtype=torch.bfloat16, device=device)
+    unpack_rows(packed, beyond[: 3 * 2048].view(3, 2048))
+    assert set(beyond[3 * 2048 :].tolist()) == {3.0}, "something was written beyond the rows"
 try:
     unpack_rows(pack(torch.zeros(2, 5, dtype=torch.bfloat16, device=device)), torch.zeros(2, 5, device=device).bfloat16())
     raise SystemExit("rows of an odd number of weights went through")

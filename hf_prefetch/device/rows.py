@@ -19,7 +19,7 @@ from ..memory.store import StoredBank
 from ..streams import StreamDevice
 from .table import Assignment, RowTable
 
-__all__ = ["RowCounter", "RowSender"]
+__all__ = ["RowCounter", "RowSender", "triton_is_there"]
 
 
 class RowCounter:
@@ -63,7 +63,7 @@ class RowSender:
 
     def has_kernels(self, stored: StoredBank) -> bool:
         """Whether kernels do the work, so that nothing is decided on the host."""
-        return self.device.device.type == "cuda" and stored.is_pinned and _triton_is_there()
+        return self.device.device.type == "cuda" and stored.is_pinned and triton_is_there()
 
     def decides_on_host(self, stored: StoredBank) -> bool:
         """Whether the host has to see the ids, so that no CUDA graph can be captured."""
@@ -81,8 +81,8 @@ class RowSender:
         ids: torch.Tensor,
         counter: RowCounter,
         cache: tuple[RowTable, BankLayout, torch.Tensor] | None = None,
-    ) -> None:
-        """Bring the experts that `ids` names to their own places in a slot.
+    ) -> Assignment:
+        """Bring the experts that `ids` names to their own places in a slot. Returns the list of them, each once.
 
         Args:
             stored: the bank.
@@ -100,8 +100,9 @@ class RowSender:
             with self._launching():
                 found = list_experts(ids, stored.bank.num_experts, table, totals)
                 gather_rows(where, found, stored.block, rows, slot, to_rows=False)
-            return
-        chosen = sorted({min(expert, stored.bank.num_experts - 1) for expert in ids.reshape(-1).tolist() if expert >= 0})
+            return found
+        found = _listed(ids, stored.bank.num_experts)
+        chosen = [expert for expert, _ in found.moves()]
         places = table.row_of().tolist() if table is not None else [-1] * stored.bank.num_experts
         stream = self.device.compute_stream()
         for expert in chosen:
@@ -112,17 +113,16 @@ class RowSender:
                 else:
                     slot[place].copy_(rows[_place(there, places[expert])])
         counter.add(len(chosen), sum(places[expert] < 0 for expert in chosen))
+        return found
 
     def distinct(self, ids: torch.Tensor, rows: int) -> Assignment:
         """The rows that `ids` names, each once, as a list; ids beyond the last row count as that, negative ones as none."""
-        if ids.is_cuda and _triton_is_there():
+        if ids.is_cuda and triton_is_there():
             from .kernels import list_experts
 
             with self._launching():
                 return list_experts(ids, rows, None, None)
-        named = sorted({min(row, rows - 1) for row in ids.flatten().tolist() if row >= 0})
-        lists = torch.tensor([len(named), *named, *([-1] * len(named))], dtype=torch.int64, device=ids.device)
-        return Assignment(ids, len(named), lists)
+        return _listed(ids, rows)
 
     def count(self, experts: int, ids: torch.Tensor, totals: torch.Tensor) -> None:
         """Add the number of distinct experts among `ids` to `totals`, where kernels do the work. Nothing is sent."""
@@ -204,11 +204,19 @@ def _moves(stored: StoredBank, layout: BankLayout, found: Assignment) -> Iterato
             yield _place(there, row), _place(here, expert)
 
 
+def _listed(ids: torch.Tensor, rows: int) -> Assignment:
+    """What `list_experts` does, on the host."""
+    named = sorted({min(row, rows - 1) for row in ids.flatten().tolist() if row >= 0})
+    lists = torch.tensor([len(named), *named, *([-1] * len(named))], dtype=torch.int64, device=ids.device)
+    return Assignment(ids, len(named), lists)
+
+
 def _place(spec: TensorSpec, row: int) -> slice:
     size = spec.nbytes // spec.shape[0]
     return slice(spec.offset + row * size, spec.offset + (row + 1) * size)
 
 
 @cache
-def _triton_is_there() -> bool:
+def triton_is_there() -> bool:
+    """Whether kernels can be compiled here."""
     return importlib.util.find_spec("triton") is not None

@@ -35,6 +35,7 @@ from ..streams import StreamDevice
 from ..timeline import Timeline
 from .cache import RowCache
 from .rows import RowCounter, RowSender
+from .table import Assignment
 
 __all__ = ["Slot", "SlotRing", "SlotState"]
 
@@ -58,6 +59,7 @@ class Slot:
         was_filled: whether the copy stream has written here and no compute stream has waited for that yet.
         is_leased: whether a CUDA graph knows its address, see [Note: slots and graphs].
         has_rows_only: whether it holds no more than the rows of one call.
+        found: which rows these are, each once.
         bank: index of the bank whose bytes are here or on their way; None when free.
         version: of the bank's bytes, see `StoredBank.version`.
     """
@@ -71,6 +73,7 @@ class Slot:
     was_filled: bool = False
     is_leased: bool = False
     has_rows_only: bool = False
+    found: Assignment | None = None
     _tensors: dict[BankLayout, dict[str, nn.Parameter]] = field(default_factory=dict)
 
     def tensors(self, layout: BankLayout) -> dict[str, nn.Parameter]:
@@ -148,7 +151,7 @@ class SlotRing:
             if slot.has_rows_only:
                 # A call that is under way has some of the rows; this one, inside it, wants them all.
                 everything = torch.arange(stored.bank.num_experts, device=self.device.device)
-                self._sender.send_to_slot(stored, slot.buffer, everything, RowCounter(self.device))
+                slot.found = self._sender.send_to_slot(stored, slot.buffer, everything, RowCounter(self.device))
             return True
         slot = self._next_slot(keep)
         if slot is None:
@@ -207,8 +210,13 @@ class SlotRing:
             slot.state, slot.bank, slot.has_rows_only = SlotState.HELD, stored.bank.index, True
         if slot.has_rows_only:
             cached = (cache.table, cache.layout, cache.buffer) if cache else None
-            self._sender.send_to_slot(stored, slot.buffer, ids, counter, cached)
+            slot.found = self._sender.send_to_slot(stored, slot.buffer, ids, counter, cached)
         return True
+
+    def found(self, bank: int) -> Assignment | None:
+        """The rows that the call that holds a bank has asked for; None if the bank is in its slot as a whole."""
+        slot = self.slot_of(bank)
+        return slot.found if slot is not None and slot.has_rows_only else None
 
     def hold(self, bank: int, layout: BankLayout) -> dict[str, nn.Parameter]:
         """Make the compute stream wait for a bank's bytes and hand out its tensors. `fill` came before.

@@ -7,6 +7,8 @@ does it all.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -72,10 +74,14 @@ def _unpack(  # type: ignore[no-untyped-def]
             # Not before what other threads of this program have written to the same places.
             tl.debug_barrier()
             weights = destination.to(tl.pointer_type(tl.int16)) + row * words * 2
+            # Whatever a file says that somebody else has made, nothing beyond the row is read or written.
+            count = tl.minimum(count, width - 1 - first) * (first >= 0).to(tl.int32)
             for start in range(0, count, CHUNK):
-                place_in_list = start + tl.arange(0, CHUNK)
-                escape = tl.load(escapes + row * width + 1 + first + place_in_list, mask=place_in_list < count, other=0)
-                tl.store(weights + (escape & 0xFFFFFFFF), (escape >> 32).to(tl.int16), mask=place_in_list < count)
+                listed = start + tl.arange(0, CHUNK)
+                escape = tl.load(escapes + row * width + 1 + first + listed, mask=listed < count, other=0)
+                position = escape & 0xFFFFFFFF
+                inside = (listed < count) & (position < words.to(tl.int64) * 2)
+                tl.store(weights + position, (escape >> 32).to(tl.int16), mask=inside)
 
 
 @triton.jit
@@ -109,7 +115,11 @@ def unpack_rows(
         raise ValueError(f"only rows of an even number of weights can be unpacked by a kernel, not of {packed.weights}")
     rows, per_row, _ = packed.blocks.shape
     count, lists = (rows, packed.escapes) if found is None else (found.most, found.lists)
-    if rows and count and per_row:
+    if not (rows and count and per_row):
+        return
+    # Triton launches on the current device, which with several of them need not be this one.
+    elsewhere = destination.is_cuda and torch.cuda.current_device() != destination.device.index
+    with torch.cuda.device(destination.device) if elsewhere else nullcontext():
         _unpack[(triton.cdiv(per_row, blocks), count)](
             packed.blocks.view(torch.int16), packed.escapes, destination.view(torch.int32), lists, per_row,
             packed.escapes.shape[1], packed.weights // 2, LISTED=found is not None, BLOCKS=blocks, CHUNK=_CHUNK,

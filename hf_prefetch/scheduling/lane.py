@@ -233,7 +233,10 @@ class Lane:
 
     def hand_out_slot(self, bank: ExpertBank, ids: torch.Tensor | None, *, routed: bool) -> Handout:
         """Make the compute stream wait for a bank's slot; `use_slot` came before, with the ids if the call is routed."""
-        found = self._sender.distinct(ids, bank.num_experts) if routed and ids is not None and bank.has_packed else None
+        found = None
+        if routed and ids is not None and bank.has_packed:
+            # Listed already, unless the whole bank was there.
+            found = self.ring.found(bank.index) or self._sender.distinct(ids, bank.num_experts)
         tensors = bank.dressed(self.ring.hold(bank.index, bank.layout), found)
         if not routed and ids is not None and bank.layout.has_rows:
             self._keep_from_slot(bank, ids)
