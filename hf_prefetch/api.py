@@ -22,7 +22,7 @@ from .hooks import ExpertPrefetchHook, announce, attach, detach, hook_of
 from .measuring import chooses_packing
 from .memory.ledger import Purpose
 from .memory.store import HostStore, Load, copy_value
-from .packed import pack_bank, unpack_bank
+from .packed import laid_out, pack_bank, unpack_bank
 from .placement import DeviceMap, Placement, TakenHooks, offload_device
 from .progress import byte_progress
 from .scheduling.scheduler import PrefetchScheduler
@@ -116,6 +116,9 @@ def enable(model: Model, config: PrefetchConfig, device: Device | None, load: Lo
         )
     _refuse_foreign_hooks(model, homes)
     disable_expert_prefetch(model)
+    # What was packed when it was found may be unpacked now.
+    host, resident = ({laid_out(bank): home for bank, home in kind.items()} for kind in (homes.host, homes.resident))
+    homes = replace(homes, host=host, resident=resident)
     undo = Undo()
     try:
         scheduler = _install(model, config, homes, undo, load)

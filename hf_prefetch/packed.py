@@ -24,7 +24,7 @@ from .memory.packing import PackedRows, pack, unpack
 from .memory.store import Load, copy_value
 from .streams import StreamDevice
 
-__all__ = ["PackedWeights", "pack_bank", "packed_rows", "unpack_bank"]
+__all__ = ["PackedWeights", "laid_out", "pack_bank", "packed_rows", "unpack_bank"]
 
 # Packing has to leave no more than this share of the bytes, or the weights stay as they are.
 _WORTH_IT = 0.9
@@ -161,6 +161,11 @@ def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
             # Where the weights were before is where they go back to; until then they are in host memory.
             weights = PackedWeights(packed.blocks.to(parameter.device), packed.escapes.to(parameter.device), parameter.shape)
             _swap(parameter, weights)
+    return laid_out(bank)
+
+
+def laid_out(bank: ExpertBank) -> ExpertBank:
+    """The bank with the layout that its Parameters have now."""
     return replace(bank, layout=BankLayout.of(parts_of(bank.parameters).items(), stacked=bank.layout.stacked))
 
 
@@ -175,7 +180,7 @@ def unpack_bank(bank: ExpertBank, load: Load = copy_value) -> ExpertBank:
             for part in (parameter.blocks, parameter.escapes):
                 load(part, part)
             _swap(parameter, parameter.unpacked())
-    return replace(bank, layout=BankLayout.of(parts_of(bank.parameters).items(), stacked=bank.layout.stacked))
+    return laid_out(bank)
 
 
 def _swap(parameter: nn.Parameter, value: torch.Tensor) -> None:
