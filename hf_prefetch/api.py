@@ -23,7 +23,7 @@ from .measuring import chooses_packing
 from .memory.ledger import Purpose
 from .memory.store import HostStore, Load, copy_value
 from .packed import laid_out, pack_bank, unpack_bank
-from .placement import DeviceMap, Placement, TakenHooks, offload_device
+from .placement import DeviceMap, Placement, TakenHooks
 from .progress import byte_progress
 from .scheduling.scheduler import PrefetchScheduler
 from .streams import StreamDevice
@@ -109,11 +109,6 @@ def enable(model: Model, config: PrefetchConfig, device: Device | None, load: Lo
     """Enable a model. `load` writes a Parameter's value to where it goes, from wherever it is: it may still be in a file."""
     found = find_banks(model)
     homes = choose_homes(model, found.banks, device, config)
-    if config.pack and any(offload_device(bank) is not None for bank in homes.host):
-        raise ValueError(
-            "pack=True can't be had for experts that accelerate has offloaded: it keeps weights of its own. Load the model "
-            "without device_map; prefetching keeps its experts in host memory."
-        )
     _refuse_foreign_hooks(model, homes)
     disable_expert_prefetch(model)
     # What was packed when it was found may be unpacked now.
@@ -182,7 +177,6 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
         pays = chooses_packing({*homes.host.values()}, pins=config.pin_budget != 0)
         _log.info("hf_prefetch: packing experts %s here", "pays" if pays else "does not pay")
         config = replace(config, pack=True if pays else None)
-    homes = _pack(homes, config, undo, load)
     banks, store = tuple(homes.host), HostStore(config.pin_budget)
     taken = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.owners}
     stay = {id(parameter) for bank in banks for parameter in bank.parameters.values()}
@@ -195,17 +189,25 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
         bank.rebind()
         unpack_bank(bank, load)
         placement.send(bank.parameters.values(), home.device)
+    host: dict[ExpertBank, StreamDevice] = {}
     with _bar(banks, "experts to host memory", config, load) as bar:
-        for bank in banks:
-            for module in bank.owners:
+        for found, home in homes.host.items():
+            for module in found.owners:
                 undo.add(taken[module].give_back)
                 taken[module].take()
-            bank.rebind()
+            found.rebind()
+            for module in found.owners:
+                # What accelerate gets back has to be what it can compute with.
+                undo.add(taken[module].share, found)
+            origins = {name: parameter.device for name, parameter in found.parameters.items()}
+            bank = _as_asked(found, home, config, undo, load)
             undo.add(store.give_back, bank)
-            store.adopt(bank, homes.host[bank], load)
+            store.adopt(bank, home, load, origins)
+            host[bank] = home
             for module in bank.owners:
                 taken[module].share(bank)
-            bar.update(bank.nbytes)
+            bar.update(found.nbytes)
+    homes, banks = replace(homes, host=host), tuple(host)
     if homes.rest is not None:
         placement.move(homes.rest.device)
     device_map = DeviceMap(model)
@@ -235,29 +237,20 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     return scheduler
 
 
-def _bar(banks: Iterable[ExpertBank], what: str, config: PrefetchConfig, load: Load | None) -> Any:
+def _bar(banks: Iterable[ExpertBank], what: str, config: PrefetchConfig, load: Load) -> Any:
     """A bar over the bytes of banks. Whoever reads weights from files shows one of all of them, so there is none here."""
     return byte_progress(sum(bank.nbytes for bank in banks), what, config.progress if load is copy_value else False)
 
 
-def _pack(homes: Homes, config: PrefetchConfig, undo: Undo, load: Load) -> Homes:
-    """Pack the banks that go to host memory, one after the other: never is more than one of them there twice.
-
-    Those of a packed checkpoint are packed already, and are unpacked if that is what is asked for.
-    """
-    host: dict[ExpertBank, StreamDevice] = {}
-    with _bar(homes.host, "experts packed", config, load if config.pack else None) as bar:
-        for bank, home in homes.host.items():
-            if bank.has_packed:
-                host[unpack_bank(bank, load) if config.pack is False else bank] = home
-            elif config.pack:
-                if load is copy_value:
-                    undo.add(unpack_bank, bank)
-                host[pack_bank(bank, home, load)] = home
-            else:
-                host[bank] = home
-            bar.update(bank.nbytes)
-    return replace(homes, host=host)
+def _as_asked(bank: ExpertBank, home: StreamDevice, config: PrefetchConfig, undo: Undo, load: Load) -> ExpertBank:
+    """A bank that goes to host memory, packed or not, as is asked for. Of a packed checkpoint it is packed already."""
+    if bank.has_packed:
+        return unpack_bank(bank, load) if config.pack is False else bank
+    if not config.pack:
+        return bank
+    if load is copy_value:
+        undo.add(unpack_bank, bank)
+    return pack_bank(bank, home, load)
 
 
 def _forget_compiled_call(model: nn.Module) -> None:

@@ -250,9 +250,9 @@ def pack(
 
     if not verify and out is None:
         raise typer.BadParameter("give --verify to see what it would do, --out FOLDER to write it, or both", param_hint="--out")
-    home, folder = stream_device(device).device, files_of(model)
+    home, folder = stream_device(device), files_of(model)
     if verify:
-        found = check(folder, model, home)
+        found = check(folder, model, home.device)
         print(found)
         if found.wrong:
             raise typer.Exit(1)

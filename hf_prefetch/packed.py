@@ -18,9 +18,10 @@ from torch import nn
 from .bank import ExpertBank
 from .device.rows import triton_is_there
 from .device.table import Assignment
+from .device.uploads import uploaded
 from .forms import is_plain, parts_of
 from .layout import BankLayout
-from .memory.packing import PackedRows, pack, unpack
+from .memory.packing import PART_NBYTES, PackedRows, pack, unpack
 from .memory.store import Load, copy_value
 from .streams import StreamDevice
 
@@ -124,18 +125,28 @@ def _suits(weights: torch.Tensor) -> bool:
     return weights.is_contiguous() and weights.shape[1:].numel() % 2 == 0
 
 
-def packed_rows(weights: torch.Tensor, device: torch.device) -> PackedRows | None:
+def packed_rows(weights: torch.Tensor, device: StreamDevice) -> PackedRows | None:
     """Experts, packed, or None if they can't be or it would not be worth it.
 
     Args:
         weights: (experts, ...).
-        device: packs them if it is a GPU.
+        device: packs them if it is a GPU, where they stay then. It needs room for them packed.
     """
     if not _suits(weights):
         return None
-    there = weights.to(device) if device.type == "cuda" else weights
-    packed = pack(there.view(weights.shape[0], -1))
+    rows = weights.view(weights.shape[0], -1)
+    packed = _on_gpu(rows, device) if weights.is_cpu and device.device.type == "cuda" else None
+    packed = pack(rows) if packed is None else packed
     return packed if packed.ratio <= _WORTH_IT else None
+
+
+def _on_gpu(rows: torch.Tensor, device: StreamDevice) -> PackedRows | None:
+    """Packed there, unless there is no room."""
+    try:
+        return pack(rows, lambda parts: uploaded(device, parts, PART_NBYTES))
+    except torch.OutOfMemoryError:
+        device.trim()
+        return None
 
 
 def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
@@ -143,7 +154,7 @@ def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
 
     Args:
         bank: whose rows are experts; of another one nothing is packed.
-        home: the device that computes with it, which also packs, if it is a GPU.
+        home: the device that computes with it, which also packs, if it is a GPU. Then what is packed is there.
         load: writes a Parameter's value to where it goes.
 
     Returns:
@@ -154,13 +165,10 @@ def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
     for parameter in bank.parameters.values():
         if not _suits(parameter):
             continue
-        value = torch.empty(parameter.shape, dtype=torch.bfloat16)
-        load(parameter, value)
-        packed = packed_rows(value, home.device)
+        load(parameter, parameter.data)
+        packed = packed_rows(parameter.data, home)
         if packed is not None:
-            # Where the weights were before is where they go back to; until then they are in host memory.
-            weights = PackedWeights(packed.blocks.to(parameter.device), packed.escapes.to(parameter.device), parameter.shape)
-            _swap(parameter, weights)
+            _swap(parameter, PackedWeights(packed.blocks, packed.escapes, parameter.shape))
     return laid_out(bank)
 
 

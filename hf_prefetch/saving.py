@@ -23,7 +23,7 @@ from .placement import is_dispatched
 from .progress import byte_progress
 from .scheduling.scheduler import PrefetchScheduler
 from .sizes import shown
-from .streams import default_device
+from .streams import StreamDevice, stream_device
 
 __all__ = ["Written", "pack_checkpoint", "save_packed"]
 
@@ -93,10 +93,10 @@ def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: b
                     )
                 # While another thread is in a call, the model's own Parameters are what was sent for that.
                 held.enter_context(scheduler.lock)
-        return _write(model, Path(folder), lambda parameter: parameter.detach(), progress, default_device())
+        return _write(model, Path(folder), lambda parameter: parameter.detach(), progress, stream_device(None))
 
 
-def pack_checkpoint(source: Path, folder: Path, device: torch.device, *, progress: bool | None = None) -> Written:
+def pack_checkpoint(source: Path, folder: Path, device: StreamDevice, *, progress: bool | None = None) -> Written:
     """Write the packed form of a checkpoint, one layer's experts at a time: no more than these are ever in memory.
 
     Args:
@@ -126,7 +126,7 @@ def pack_checkpoint(source: Path, folder: Path, device: torch.device, *, progres
 
 
 def _write(
-    model: Any, folder: Path, value: Callable[[torch.Tensor], torch.Tensor], progress: bool | None, device: torch.device
+    model: Any, folder: Path, value: Callable[[torch.Tensor], torch.Tensor], progress: bool | None, device: StreamDevice
 ) -> Written:
     groups = _groups(model)
     sizes = [sum(tensor.numel() * tensor.element_size() for tensor in group.values()) for group, _ in groups]

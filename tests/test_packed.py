@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -16,13 +16,15 @@ from caching import budget
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained
 from hf_prefetch.demo import demo_model_path, load_demo_model
 from hf_prefetch.discovery import find_banks
+from hf_prefetch.hooks import flatten
 from hf_prefetch.measuring import measure
 from hf_prefetch.memory.packing import PackedRows, pack
 from hf_prefetch.packed import PackedWeights
 from hf_prefetch.scheduling.packing import Rates, packing_pays
 from hf_prefetch.streams import stream_device
 from hf_prefetch.testing import FakeDevice, RaceChecker
-from models import EXPERTS, Snapshot, build, experts_of, prompt
+from models import EXPERTS, Snapshot, bank_bytes, build, experts_of, prompt
+from test_dispatch import LAYERS, Dispatch, hooks_of, offloaded, ways
 
 LONG, NEW_TOKENS = 24, 5
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
@@ -252,14 +254,50 @@ def test_parameters_stay_the_objects_that_they_were() -> None:
     assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
 
 
-def test_experts_that_accelerate_has_offloaded_are_refused() -> None:
-    """With the remedy, and the model is as it was."""
-    model, ids = model_of(), prompt(LONG)
+@ways
+def test_experts_that_accelerate_has_offloaded(
+    dispatch: Dispatch, banks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken over, packed, and given back as they were; accelerate keeps no second copy meanwhile."""
+    model, ids, device = build("mixtral", torch.bfloat16), prompt(LONG), FakeDevice()
+    model.set_experts_implementation("batched_mm")
+    monkeypatch.setattr("hf_prefetch.homes.stream_device", lambda place: device)
     expected = outcome(model, ids)
-    cpu_offload(model, execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="without device_map"):
-        enable_expert_prefetch(model, device=None, pack=True)
-    assert all(map(torch.equal, outcome(model, ids), expected))
+    dispatch(model, tmp_path)
+    hooks, away = hooks_of(model), list(offloaded(model))
+    for _ in range(2):
+        enable_expert_prefetch(model, pack=True, progress=False)
+        assert len(packed_parameters(model)) == 2 * banks
+        assert model.expert_prefetch.report().host_bytes < 0.8 * banks * bank_bytes(model) // LAYERS
+        with device.watching():
+            assert all(map(torch.equal, outcome(model, ids), expected))
+        assert device.races() == []
+        for name in away:
+            for hook in flatten(model.get_submodule(name).__dict__["_hf_prefetch_taken"]):
+                kept = getattr(hook.weights_map, "dataset", hook.weights_map)
+                held = kept if isinstance(kept, dict) else kept.state_dict
+                mine = [held[key] for own in ("gate_up_proj", "down_proj") for key in (own, f"{name}.{own}") if key in held]
+                assert all(isinstance(value, PackedWeights) for value in mine)
+        disable_expert_prefetch(model)
+        assert hooks_of(model) == hooks
+        assert list(offloaded(model)) == away
+        assert all(map(torch.equal, outcome(model, ids), expected))
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+
+
+def test_weights_from_files_that_would_get_larger(tmp_path: Path) -> None:
+    """They are read to see that, and stay as they are."""
+    model, ids = model_of(), prompt(LONG)
+    for module in experts_of(model).values():
+        noise = torch.randint(-(2**15), 2**15, module.down_proj.shape).short().view(torch.bfloat16)
+        module.down_proj.data.copy_(torch.where(noise.isfinite(), noise, 0))
+    model.save_pretrained(tmp_path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loaded = from_pretrained(tmp_path, device="cpu", pack=True, progress=False)
+    assert len(packed_parameters(loaded)) == len(experts_of(model))
+    after = loaded.state_dict()
+    assert all(torch.equal(after[name].view(torch.uint8), value.view(torch.uint8)) for name, value in before.items())
+    loaded(ids)
 
 
 @pytest.mark.parametrize("number", [1, 4, 9])

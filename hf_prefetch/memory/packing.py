@@ -19,13 +19,13 @@ the row with the most has. `device/unpacking.py` does the same as `unpack` on a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-__all__ = ["BLOCK", "BLOCK_BYTES", "HEADER", "PackedRows", "pack", "unpack"]
+__all__ = ["BLOCK", "BLOCK_BYTES", "HEADER", "PART_NBYTES", "Bring", "PackedRows", "pack", "unpack"]
 
 # Weights of a block, bytes of its header, and all of its bytes.
 BLOCK = 2048
@@ -36,6 +36,9 @@ _ESCAPE = 15
 _WINDOW = 14
 # Weights that are worked on at a time: what that takes on the way is about 25 bytes for each.
 _AT_ONCE = 2**22
+PART_NBYTES = 2 * _AT_ONCE
+# Brings parts of rows to another device, one after the other.
+Bring = Callable[[Iterator[torch.Tensor]], Iterator[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,12 @@ class PackedRows:
         return self.nbytes / max(2 * self.weights * self.blocks.shape[0], 1)
 
 
-def pack(rows: torch.Tensor) -> PackedRows:
-    """Pack rows of weights, on the device where they are.
+def pack(rows: torch.Tensor, bring: Bring | None = None) -> PackedRows:
+    """Pack rows of weights, on the device where they are, or where they are brought to.
 
     Args:
         rows: bfloat16 (rows, weights of a row), contiguous.
+        bring: is given parts of them, of `PART_NBYTES` at most, and gives each on the device that packs.
 
     Raises:
         TypeError: it is something else.
@@ -77,14 +81,21 @@ def pack(rows: torch.Tensor) -> PackedRows:
         raise TypeError(f"rows of bfloat16 can be packed, not {rows.dtype} of shape {tuple(rows.shape)}")
     count, weights = rows.shape
     per_row = -(-weights // BLOCK)
-    blocks = torch.zeros(count, per_row, BLOCK_BYTES, dtype=torch.uint8, device=rows.device)
-    bits, found = rows.view(torch.int16), []
-    for some, part in _slices(count, per_row):
-        whole = bits[some, part.start * BLOCK : part.stop * BLOCK]
-        padding = (part.stop - part.start) * BLOCK - whole.shape[1]
-        whole = nn.functional.pad(whole, (0, padding)) if padding else whole
-        found.append(_pack_blocks(whole.reshape(-1, BLOCK), blocks[some, part]) + (some.start * per_row + part.start) * BLOCK)
-    return PackedRows(weights, blocks, _list_escapes(bits, blocks, torch.cat(found) if found else None))
+    slices, blocks = list(_slices(count, per_row)), None
+    parts = (rows.view(torch.int16)[some, part.start * BLOCK : part.stop * BLOCK] for some, part in slices)
+    places, values = [], []
+    for (some, part), bits in zip(slices, parts if bring is None else bring(parts), strict=True):
+        if blocks is None:
+            blocks = torch.zeros(count, per_row, BLOCK_BYTES, dtype=torch.uint8, device=bits.device)
+        padding = (part.stop - part.start) * BLOCK - bits.shape[1]
+        whole = (nn.functional.pad(bits, (0, padding)) if padding else bits).reshape(-1, BLOCK)
+        found = _pack_blocks(whole, blocks[some, part])
+        places.append(found + (some.start * per_row + part.start) * BLOCK)
+        values.append(whole.flatten()[found])
+    if blocks is None:
+        blocks = torch.zeros(count, per_row, BLOCK_BYTES, dtype=torch.uint8, device=rows.device)
+        return PackedRows(weights, blocks, torch.zeros(count, 1, dtype=torch.int64, device=rows.device))
+    return PackedRows(weights, blocks, _list_escapes(blocks, torch.cat(places), torch.cat(values)))
 
 
 def unpack(packed: PackedRows) -> torch.Tensor:
@@ -140,20 +151,17 @@ def _bases(exponents: torch.Tensor) -> torch.Tensor:
     return (up_to[:, _WINDOW:] - up_to[:, :-_WINDOW]).argmax(1, keepdim=True).to(torch.uint8)
 
 
-def _list_escapes(bits: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+def _list_escapes(blocks: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """The lists of all rows, of escapes at these places among all blocks; blocks are told where theirs begin."""
     count, per_row, _ = blocks.shape
-    if places is None:
-        return torch.zeros(count, 1, dtype=torch.int64, device=blocks.device)
     counts = blocks[:, :, 2:4].contiguous().view(torch.int16)[:, :, 0].long()
     totals = counts.sum(1)
     blocks[:, :, 4:8] = (counts.cumsum(1) - counts).int().unsqueeze(-1).contiguous().view(torch.uint8)
     table = torch.zeros(count, 1 + int(totals.max()), dtype=torch.int64, device=blocks.device)
     table[:, 0] = totals
     row, position = places // (per_row * BLOCK), places % (per_row * BLOCK)
-    before = totals.cumsum(0) - totals
-    rank = torch.arange(places.numel(), device=blocks.device) - before[row]
-    table[row, 1 + rank] = position | ((bits[row, position].long() & 0xFFFF) << 32)
+    rank = torch.arange(places.numel(), device=blocks.device) - (totals.cumsum(0) - totals)[row]
+    table[row, 1 + rank] = position | ((values.long() & 0xFFFF) << 32)
     return table
 
 

@@ -98,20 +98,26 @@ class HostStore:
         begin, tensors = stored.block.data_ptr(), bank.parts()
         return [spec.name for spec in bank.layout.specs if tensors[spec.name].data_ptr() != begin + spec.offset]
 
-    def adopt(self, bank: ExpertBank, device: StreamDevice, load: Load = copy_value) -> None:
+    def adopt(
+        self,
+        bank: ExpertBank,
+        device: StreamDevice,
+        load: Load = copy_value,
+        origins: dict[str, torch.device] | None = None,
+    ) -> None:
         """Move a bank's bytes into an arena, page-lock it for `device`, and point the bank's Parameters there.
 
         The Parameters keep their identity; the memory that they had is free as soon as nobody else holds it. `load` brings
-        their values there. Where the system refuses to page-lock, the bank stays pageable and the reason is appended to
-        `refusals`.
+        their values there; `origins` are the devices that they go back to, those where they are now if not given. Where the
+        system refuses to page-lock, the bank stays pageable and the reason is appended to `refusals`.
         """
         arena = Arena(bank.nbytes, shared=self._may_pin(bank.nbytes, device))
         views = arena.views(bank.layout)
-        origins = {name: parameter.device for name, parameter in bank.parameters.items()}
+        origins = origins or {name: parameter.device for name, parameter in bank.parameters.items()}
         # From here on `give_back` can undo whatever an error or an interrupt leaves half done.
         inference = frozenset(name for name, parameter in bank.parameters.items() if parameter.is_inference())
         self._stored[bank.index] = StoredBank(bank, arena, origins, inference)
-        if any(origin.type != "cpu" for origin in origins.values()):
+        if any(tensor.device.type != "cpu" for tensor in bank.parts().values()):
             # A download is fastest into locked pages, and locking is fastest on pages that are there.
             arena.touch()
             self._pin(arena, device)
