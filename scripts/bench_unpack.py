@@ -22,8 +22,10 @@ import torch
 from bench_host import PinnedBlock
 from hf_prefetch.device.kernels import gather_rows, list_experts
 from hf_prefetch.device.unpacking import unpack_rows
+from hf_prefetch.device.uploads import uploaded
 from hf_prefetch.layout import BankLayout
-from hf_prefetch.memory.packing import PackedRows, pack
+from hf_prefetch.memory.packing import PART_NBYTES, PackedRows, pack
+from hf_prefetch.streams import stream_device
 
 __all__ = ["main"]
 
@@ -46,6 +48,12 @@ class Bank:
         self.pack_seconds = self.seconds(lambda: [pack(rows) for rows in self.raw], most=3)
         peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
         self.packed = [pack(rows) for rows in self.raw]
+        pageable = [rows.cpu() for rows in self.raw] if device.type == "cuda" else self.raw
+        home = stream_device(device)
+        # As it is done while a model is enabled: with the way there, part by part.
+        self.from_host_seconds = self.seconds(
+            lambda: [pack(rows, lambda parts: uploaded(home, parts, PART_NBYTES)) for rows in pageable], most=3
+        )
         self.pack_bytes = peak
         self.parts = {f"{n}.{part}": getattr(p, part) for n, p in enumerate(self.packed) for part in ("blocks", "escapes")}
         self.layout = BankLayout.of(self.parts.items())
@@ -170,7 +178,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU, interpreted'}, torch {torch.__version__}")
     print(f"one layer: {bank.nbytes / 1e9:.3f} GB in bfloat16, {bank.layout.nbytes / bank.nbytes:.4f} of it packed")
     print(f"packing it: {bank.pack_seconds * 1e3:.1f} ms, {bank.nbytes / bank.pack_seconds / 1e9:.2f} GB/s", end="; ")
-    print(f"{bank.pack_bytes / 2**20:,.0f} MiB at most, {bank.layout.nbytes / 2**20:,.0f} of them the result\n")
+    print(f"{bank.pack_bytes / 2**20:,.0f} MiB at most, {bank.layout.nbytes / 2**20:,.0f} of them the result")
+    seconds = bank.from_host_seconds
+    print(f"packing it from pageable host memory: {seconds * 1e3:.1f} ms, {bank.nbytes / seconds / 1e9:.2f} GB/s\n")
     best = whole_banks(bank)
     single_rows(bank, min(options.rows, options.experts), best)
     print(f"\nbest for whole banks: blocks={best[0]}, warps={best[1]}")

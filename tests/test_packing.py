@@ -92,7 +92,7 @@ def test_many_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is worked on at a time is no part of the result."""
     rows = (torch.randn(2, 9 * BLOCK + 3, generator=torch.Generator().manual_seed(1)) * 0.02).bfloat16()
     whole = assert_same_bits(rows)
-    monkeypatch.setattr("hf_prefetch.memory.packing._AT_ONCE", 2 * BLOCK)
+    monkeypatch.setattr("hf_prefetch.memory.packing._AT_ONCE_ON_CPU", 2 * BLOCK)
     parts = assert_same_bits(rows)
     assert torch.equal(whole.blocks, parts.blocks)
     assert torch.equal(whole.escapes, parts.escapes)

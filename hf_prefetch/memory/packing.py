@@ -34,8 +34,9 @@ BLOCK_BYTES = HEADER + BLOCK // 2 + BLOCK
 _ESCAPE = 15
 # Exponents that have a code, besides 0.
 _WINDOW = 14
-# Weights that are worked on at a time: what that takes on the way is about 25 bytes for each.
-_AT_ONCE = 2**22
+# Weights that are worked on at a time: what that takes on the way is about 20 bytes for each. A GPU wants many, a CPU no more
+# than what its caches hold.
+_AT_ONCE, _AT_ONCE_ON_CPU = 2**22, 2**19
 PART_NBYTES = 2 * _AT_ONCE
 # Brings parts of rows to another device, one after the other.
 Bring = Callable[[Iterator[torch.Tensor]], Iterator[torch.Tensor]]
@@ -81,7 +82,7 @@ def pack(rows: torch.Tensor, bring: Bring | None = None) -> PackedRows:
         raise TypeError(f"rows of bfloat16 can be packed, not {rows.dtype} of shape {tuple(rows.shape)}")
     count, weights = rows.shape
     per_row = -(-weights // BLOCK)
-    slices, blocks = list(_slices(count, per_row)), None
+    slices, blocks = list(_slices(count, per_row, on_cpu=bring is None and rows.is_cpu)), None
     parts = (rows.view(torch.int16)[some, part.start * BLOCK : part.stop * BLOCK] for some, part in slices)
     places, values = [], []
     for (some, part), bits in zip(slices, parts if bring is None else bring(parts), strict=True):
@@ -102,7 +103,7 @@ def unpack(packed: PackedRows) -> torch.Tensor:
     """The weights: bfloat16 (rows, weights), bit by bit those that were packed."""
     count, per_row, _ = packed.blocks.shape
     rows = torch.empty(count, per_row * BLOCK, dtype=torch.int16, device=packed.blocks.device)
-    for some, part in _slices(count, per_row):
+    for some, part in _slices(count, per_row, on_cpu=rows.is_cpu):
         blocks = packed.blocks[some, part]
         rows[some, part.start * BLOCK : part.stop * BLOCK] = _unpack_blocks(blocks.reshape(-1, BLOCK_BYTES)).view(
             blocks.shape[0], -1
@@ -114,9 +115,9 @@ def unpack(packed: PackedRows) -> torch.Tensor:
     return rows[:, : packed.weights].contiguous().view(torch.bfloat16)
 
 
-def _slices(count: int, per_row: int) -> Iterator[tuple[slice, slice]]:
+def _slices(count: int, per_row: int, *, on_cpu: bool) -> Iterator[tuple[slice, slice]]:
     """Rows, and blocks of each of these, that are worked on at a time."""
-    at_once = max(_AT_ONCE // BLOCK, 1)
+    at_once = max((_AT_ONCE_ON_CPU if on_cpu else _AT_ONCE) // BLOCK, 1)
     rows = max(at_once // max(per_row, 1), 1)
     for row in range(0, count, rows):
         for block in range(0, per_row, at_once):
@@ -125,19 +126,20 @@ def _slices(count: int, per_row: int) -> Iterator[tuple[slice, slice]]:
 
 def _pack_blocks(bits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Pack blocks, int16 (blocks, BLOCK), into `out`, (rows, blocks of a row, BLOCK_BYTES). Returns the places of escapes."""
-    # A byte for each: what does not fit falls off, as it should.
-    low, high = bits.view(torch.uint8)[:, ::2], bits.view(torch.uint8)[:, 1::2]
-    exponents = (high << 1) | (low >> 7)
+    # In bytes: what does not fit falls off, as it should.
+    exponents = (bits >> 7).to(torch.uint8)
     base = _bases(exponents)
-    codes = exponents - base
-    is_escape = ((codes - 1) >= _WINDOW) & (exponents != 0)
-    codes = torch.where(is_escape, _ESCAPE, codes).masked_fill_(exponents == 0, 0)
-    half, packed = BLOCK // 2, out.view(-1, BLOCK_BYTES) if out.is_contiguous() else torch.zeros_like(out).view(-1, BLOCK_BYTES)
+    # Codes below 1 wrap around: whatever is outside of the window is the escape.
+    codes = (exponents - base).sub_(1).clamp_(max=_WINDOW).add_(1).masked_fill_(exponents == 0, 0)
+    is_escape = codes == _ESCAPE
+    rests = (bits >> 8).to(torch.uint8).bitwise_and_(0x80).bitwise_or_(bits.to(torch.uint8).bitwise_and_(0x7F))
+    half, whole = BLOCK // 2, out.is_contiguous()
+    packed = out.view(-1, BLOCK_BYTES) if whole else torch.zeros_like(out).view(-1, BLOCK_BYTES)
     packed[:, :1] = base
-    packed[:, 2:4] = is_escape.sum(1, dtype=torch.int16).view(torch.uint8).view(-1, 2)
-    packed[:, HEADER : HEADER + half] = codes[:, :half] | (codes[:, half:] << 4)
-    packed[:, HEADER + half :] = (high & 0x80) | (low & 0x7F)
-    if not out.is_contiguous():
+    packed[:, 2:4] = is_escape.sum(1, dtype=torch.int16).unsqueeze(1).view(torch.uint8)
+    packed[:, HEADER : HEADER + half] = (codes[:, half:] << 4).bitwise_or_(codes[:, :half])
+    packed[:, HEADER + half :] = rests
+    if not whole:
         out.copy_(packed.view(out.shape))
     return is_escape.flatten().nonzero().flatten()
 
@@ -168,12 +170,11 @@ def _list_escapes(blocks: torch.Tensor, places: torch.Tensor, values: torch.Tens
 def _unpack_blocks(blocks: torch.Tensor) -> torch.Tensor:
     """int16 (blocks, BLOCK)."""
     half = BLOCK // 2
-    pairs, rests = blocks[:, HEADER : HEADER + half], blocks[:, HEADER + half :]
+    pairs, rests = blocks[:, HEADER : HEADER + half], blocks[:, HEADER + half :].to(torch.int16)
     codes = torch.cat([pairs & 0xF, pairs >> 4], dim=1)
     # An escape's exponent is whatever comes out: it is written over.
-    exponents = (codes + blocks[:, :1]).masked_fill_(codes == 0, 0)
-    low, high = (rests & 0x7F) | (exponents << 7), (rests & 0x80) | (exponents >> 1)
-    return torch.stack([low, high], dim=-1).view(torch.int16).squeeze(-1)
+    exponents = (codes + blocks[:, :1]).masked_fill_(codes == 0, 0).to(torch.int16)
+    return (rests & 0x80).bitwise_left_shift_(8).bitwise_or_(exponents.bitwise_left_shift_(7)).bitwise_or_(rests & 0x7F)
 
 
 def _signed(bits: torch.Tensor) -> torch.Tensor:
