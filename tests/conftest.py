@@ -18,7 +18,30 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hf_prefetch.config import PrefetchConfig
+from models import PACKED
+
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With HF_PREFETCH_TEST_PACKED=1 whatever is enabled is packed, unless a test says otherwise (`make test-packed`)."""
+    if not PACKED:
+        return
+    checked = PrefetchConfig.__post_init__
+
+    def packed(self: PrefetchConfig) -> None:
+        object.__setattr__(self, "pack", True if self.pack is None else self.pack)
+        checked(self)
+
+    PrefetchConfig.__post_init__ = packed  # type: ignore[method-assign]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that is marked `raw` is about the bytes of weights that are not packed."""
+    for item in items:
+        if PACKED and item.get_closest_marker("raw") is not None:
+            item.add_marker(pytest.mark.skip(reason="is about weights that are not packed"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -6,6 +6,7 @@ of every layer shows in the logits.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,10 +100,16 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 FAMILIES = tuple(_CONFIGS)
+# Whether whatever is enabled is packed, see conftest.py.
+PACKED = os.environ.get("HF_PREFETCH_TEST_PACKED") == "1"
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> PreTrainedModel:
-    """A model of a family on the CPU, in eval mode, with the same weights for the same seed."""
+    """A model of a family on the CPU, in eval mode, with the same weights for the same seed.
+
+    Where everything is to be packed it is in bfloat16, whatever is asked for: nothing else is packed.
+    """
+    dtype = torch.bfloat16 if PACKED else dtype
     model = AutoModelForCausalLM.from_config(_CONFIGS[family]()).eval()
     generator = torch.Generator().manual_seed(seed)
 
