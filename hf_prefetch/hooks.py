@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from .bank import ExpertBank
 from .discovery import implementation_of, is_decorated, reads_only_routed_rows, takes_other_ids
 from .guarded import GuardedRows, Present
+from .forms import can_open
 from .ops import refuse_export, register
 from .scheduling.scheduler import PrefetchScheduler
 
@@ -166,6 +167,8 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         # Not only what travels: adapters, or a router in the block that was hooked, would silently get no gradient.
         own = (*self.bank.parameters.values(), *module.parameters())
         watched = [value for value in (*inputs, *own) if value.requires_grad]
+        # Whatever a graph holds on to can't be unpacked again.
+        watched = [nn.Parameter(torch.empty(0)) if can_open(value) else value for value in watched]
         if not watched:
             return output
         refuse = functools.partial(_RefuseBackward.apply, self.bank.name)

@@ -109,13 +109,40 @@ class PackedWeights(torch.Tensor):
         if function is torch.ops.aten.copy_.default and isinstance(args[0], PackedWeights):
             args[0].write(_plain(args[1]))
             return args[0]
-        return function(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
+        named = kwargs or {}
+        plain, others = list(map(_plain, args)), {name: _plain(value) for name, value in named.items()}
+        result = function(*plain, **others)
+        for place, described in enumerate(function._schema.arguments):
+            if described.alias_info is None or not described.alias_info.is_write:
+                continue
+            by_place = place < len(args)
+            before = args[place] if by_place else named.get(described.name)
+            after = plain[place] if by_place else others.get(described.name)
+            _write_back(before, after)
+            result = before if result is after else result
+        return result
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        whole = self.unpacked()
+        whole[_plain(index)] = _plain(value)
+        self.write(whole)
+        # What was sent before is not current any more.
+        torch.autograd.graph.increment_version(self)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, PackedWeights):
         return value.unpacked()
     return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _write_back(before: Any, after: Any) -> None:
+    """What an operator has written into unpacked weights goes to where they are packed, or it would be lost."""
+    if isinstance(before, PackedWeights):
+        before.write(after)
+    elif isinstance(before, (list, tuple)):
+        for one, other in zip(before, after, strict=True):
+            _write_back(one, other)
 
 
 def _suits(weights: torch.Tensor) -> bool:
@@ -162,13 +189,15 @@ def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
     """
     if not bank.layout.has_rows:
         return bank
-    for parameter in bank.parameters.values():
-        if not _suits(parameter):
-            continue
-        load(parameter, parameter.data)
-        packed = packed_rows(parameter.data, home)
-        if packed is not None:
-            _swap(parameter, PackedWeights(packed.blocks, packed.escapes, parameter.shape))
+    # What is made under inference_mode could never be written to or trained again.
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter in bank.parameters.values():
+            if not _suits(parameter):
+                continue
+            load(parameter, parameter.data)
+            packed = packed_rows(parameter.data, home)
+            if packed is not None:
+                _swap(parameter, PackedWeights(packed.blocks, packed.escapes, parameter.shape))
     return laid_out(bank)
 
 
@@ -183,14 +212,21 @@ def unpack_bank(bank: ExpertBank, load: Load = copy_value) -> ExpertBank:
     Returns:
         The bank with a layout of what travels now.
     """
-    for parameter in bank.parameters.values():
-        if isinstance(parameter, PackedWeights):
-            for part in (parameter.blocks, parameter.escapes):
-                load(part, part)
-            _swap(parameter, parameter.unpacked())
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter in bank.parameters.values():
+            if isinstance(parameter, PackedWeights):
+                for part in (parameter.blocks, parameter.escapes):
+                    load(part, part)
+                _swap(parameter, parameter.unpacked())
     return laid_out(bank)
 
 
 def _swap(parameter: nn.Parameter, value: torch.Tensor) -> None:
     other = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+    try:
+        torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise RuntimeError(
+            "Experts can't be packed or unpacked while something else holds on to their weights: the result of a call that was "
+            "made without torch.no_grad(), or a weak reference. Delete it and call this again."
+        ) from error

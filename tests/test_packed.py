@@ -189,6 +189,69 @@ def test_whoever_reads_a_packed_weight_gets_what_it_was(tmp_path: Any) -> None:
     assert all(map(torch.equal, outcome(model, ids), second))
 
 
+WRITES: list[Any] = [
+    lambda weights: weights.mul_(0.5),
+    lambda weights: weights.data.add_(0.25),
+    lambda weights: weights.__setitem__(1, 0.0),
+    lambda weights: weights.__setitem__((slice(None), 2), weights[:, 3] * 0),
+    lambda weights: weights.data.__setitem__(weights > 0, -0.5),
+    lambda weights: weights.zero_(),
+    lambda weights: torch.add(weights, weights, out=weights),
+    lambda weights: torch._foreach_mul_([weights], 2.0),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_whoever_writes_into_a_packed_weight_finds_it_there(write: Any) -> None:
+    """Whatever the way, what is computed with afterwards is what was written, or it is an error."""
+    model, other, ids = model_of(), model_of(), prompt(LONG)
+    enable_expert_prefetch(model, device="cpu", pack=True, progress=False)
+    model(ids)
+    with torch.no_grad():
+        for name, weights in other.named_parameters():
+            if name.endswith("down_proj"):
+                write(weights)
+                write(model.get_parameter(name))
+                assert isinstance(model.get_parameter(name), PackedWeights)
+                assert torch.equal(model.get_parameter(name) + 0, weights)
+        assert torch.equal(model(ids).logits, other(ids).logits)
+        assert torch.equal(model(ids[:, :1]).logits, other(ids[:, :1]).logits)
+
+
+def test_a_result_that_holds_on_to_weights() -> None:
+    """With gradients: before enabling it is an error that says what to do; one that was made meanwhile holds nothing."""
+    model, ids = model_of(implementation="grouped_mm"), prompt(LONG)
+    expected = model(ids).logits
+    with pytest.raises(RuntimeError, match=r"something else holds on to their weights.*no_grad.*Delete it"):
+        enable_expert_prefetch(model, device="cpu", pack=True, progress=False)
+    assert torch.equal(model(ids).logits, expected)
+    expected = expected.detach()
+    enable_expert_prefetch(model, device="cpu", pack=True, progress=False)
+    logits = model(ids).logits
+    assert torch.equal(logits, expected)
+    assert logits.requires_grad
+    with pytest.raises(RuntimeError, match="Backward reached the experts"):
+        logits.sum().backward()
+    disable_expert_prefetch(model)
+    assert not packed_parameters(model)
+    assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize(("on", "off"), [(True, True), (True, False), (False, True)])
+def test_under_inference_mode(*, on: bool, off: bool) -> None:
+    """Weights that were packed or unpacked there can be trained afterwards."""
+    model, ids = model_of(), prompt(LONG)
+    with torch.inference_mode(on):
+        enable_expert_prefetch(model, device="cpu", pack=True, progress=False)
+        expected = model(ids).logits.clone()
+    with torch.inference_mode(off):
+        disable_expert_prefetch(model)
+    output = model(ids)
+    assert torch.equal(output.logits, expected)
+    output.logits.float().sum().backward()
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if ".experts." in name)
+
+
 def test_loading_straight_from_files() -> None:
     """`from_pretrained(pack=True)`: the weights of the checkpoint, packed as they are read."""
     expected = load_demo_model()
