@@ -25,11 +25,11 @@ test-oldest: $(STAMP) $(OLDEST)/installed
 test-optional: $(STAMP) $(OPTIONAL)/installed
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(OPTIONAL) $(VENV)/bin/python -m pytest -n 2 tests/test_formats.py tests/test_adapters.py
 
-# The suites of what is done with weights, with all of them packed. Tests that count bytes of raw weights are left out.
+# The suites of what is done with weights, with all of them packed. Tests that are marked `raw` are left out.
 test-packed: $(STAMP)
 	HF_HUB_OFFLINE=1 HF_PREFETCH_TEST_PACKED=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(addprefix tests/test_,\
-		cache_on_fake_device.py cache_use.py capture.py compiled.py faults.py generation.py lookahead_order.py \
-		models_on_fake_device.py mutations.py parity.py partial_residency.py routed_rows.py)
+		cache_on_fake_device.py capture.py faults.py generation.py lookahead_order.py models_on_fake_device.py \
+		partial_residency.py routed_rows.py)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

@@ -38,10 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that is marked `raw` is about the bytes of weights that are not packed."""
+    """A test that is marked `raw` counts bytes, computes in float32, or enables while a graph over the weights is kept."""
     for item in items:
         if PACKED and item.get_closest_marker("raw") is not None:
-            item.add_marker(pytest.mark.skip(reason="is about weights that are not packed"))
+            item.add_marker(pytest.mark.skip(reason="can't be run with packed weights"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

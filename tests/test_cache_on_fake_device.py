@@ -109,6 +109,7 @@ def test_the_caller_may_compute_on_any_stream(policy: str | int) -> None:
 # -- memory that is not there -------------------------------------------------------------------------------------
 
 
+@pytest.mark.raw
 @pytest.mark.usefixtures("ample")
 @pytest.mark.parametrize(("room", "policy"), [(0.0, "lazy"), (0.4, 3), (1.2, "eager"), (2.5, "lazy")])
 def test_no_room_for_all_caches(room: float, policy: str | int) -> None:

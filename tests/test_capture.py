@@ -200,6 +200,7 @@ def test_a_cache_that_a_graph_knows_keeps_its_size() -> None:
             disable_expert_prefetch(model)
 
 
+@pytest.mark.raw
 def test_a_bank_without_room_for_its_cache_after_a_capture() -> None:
     """Graphs know the other caches, so this bank does without one, also in the next capture."""
     model, device = small("batched_mm"), CapturingDevice()
@@ -225,6 +226,7 @@ def test_a_bank_without_room_for_its_cache_after_a_capture() -> None:
     assert device.races() == []
 
 
+@pytest.mark.raw
 def test_a_bank_that_was_sent_ahead_is_not_what_a_graph_reads() -> None:
     """A captured pass starts with an empty ring (invariant 9): whatever lies there was sent outside of the graph."""
     model, device = small("eager"), CapturingDevice()
@@ -393,6 +395,7 @@ def test_an_error_in_a_capture_leaves_the_model_at_work(implementation: str, row
 # -- replays ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.raw
 @pytest.mark.parametrize(
     "prompts",
     [

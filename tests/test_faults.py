@@ -322,6 +322,7 @@ def test_an_interrupt_in_the_first_call_and_on_a_device(small: PreTrainedModel, 
 
 
 @pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.raw
 def test_an_interrupt_while_a_model_is_enabled_undoes_it(small: PreTrainedModel, resident: bool) -> None:
     model, ids, options = small, prompt(8) % 64, {"slots": 3}
     if resident:
@@ -403,6 +404,7 @@ def counting_warnings() -> Iterator[list[str]]:
     found.extend(str(item.message) for item in caught if issubclass(item.category, RuntimeWarning))
 
 
+@pytest.mark.raw
 @pytest.mark.parametrize("room", [1, 2])
 @pytest.mark.parametrize("slots", [3, 4])
 def test_no_room_for_all_slots(model: PreTrainedModel, room: int, slots: int) -> None:
@@ -429,6 +431,7 @@ def test_no_room_for_all_slots(model: PreTrainedModel, room: int, slots: int) ->
     assert torch.equal(logits(model, ids), expected)
 
 
+@pytest.mark.raw
 def test_room_that_comes_back_is_used_after_enabling_again(model: PreTrainedModel) -> None:
     ids, bank = prompt(GATE), bank_bytes(model) // LAYERS
     expected, device = logits(model, ids), FakeDevice(memory_limit=bank)
@@ -445,6 +448,7 @@ def test_room_that_comes_back_is_used_after_enabling_again(model: PreTrainedMode
     assert device.allocated_bytes == 3 * bank
 
 
+@pytest.mark.raw
 @pytest.mark.parametrize("tokens", [GATE, 1], ids=["prefill", "decode"])
 def test_no_room_at_all(model: PreTrainedModel, tokens: int) -> None:
     ids, bank = prompt(tokens), bank_bytes(model) // LAYERS
@@ -470,6 +474,7 @@ def test_no_room_at_all(model: PreTrainedModel, tokens: int) -> None:
     assert_given_back(device)
 
 
+@pytest.mark.raw
 @pytest.mark.parametrize("after", range(4))
 def test_allocations_that_fail_one_by_one(model: PreTrainedModel, after: int) -> None:
     """Whichever of the slots can't be had."""
@@ -509,6 +514,7 @@ def page_rounded(nbytes: int) -> int:
     return -(-nbytes // 4096) * 4096
 
 
+@pytest.mark.raw
 @pytest.mark.parametrize("banks", [0, 2, 4])
 def test_page_locks_refused(model: PreTrainedModel, banks: int) -> None:
     """From the start, or when a limit is reached: one warning with the numbers, and the lookahead goes on."""
@@ -556,6 +562,7 @@ REMEDY = r"experts of model\.layers\.\d\.mlp\.experts.*Call disable_expert_prefe
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.raw
 def test_forward_with_grad_enabled(family: str) -> None:
     """`model(**inputs)` in eval mode is ordinary use. Some blocks go on to write into what the experts gave them."""
     model, ids = build(family), prompt(GATE)
@@ -584,6 +591,7 @@ class WritesIntoOutput(nn.Module):
         return output
 
 
+@pytest.mark.raw
 def test_the_output_may_be_written_to(model: PreTrainedModel) -> None:
     block = WritesIntoOutput(build("mixtral").model.layers[0].mlp.experts)
     hidden, ids = torch.randn(GATE, 64), torch.arange(2 * GATE).reshape(GATE, 2) % 8
@@ -629,6 +637,7 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
     model.requires_grad_(True)
 
 
+@pytest.mark.raw
 def test_inputs_that_require_grad(model: PreTrainedModel) -> None:
     ids = prompt(GATE)
     with frozen(model):
@@ -658,6 +667,7 @@ class Adapter(nn.Module):
         return self.base(hidden) + hidden @ self.down.T @ self.up.T
 
 
+@pytest.mark.raw
 @pytest.mark.parametrize("layer", [0, 2, LAYERS - 1])
 def test_adapters_before_experts(layer: int) -> None:
     model, ids = build("mixtral"), prompt(GATE)
@@ -709,6 +719,7 @@ def test_no_graph_keeps_a_slot(model: PreTrainedModel) -> None:
     assert device.allocated_bytes == 0
 
 
+@pytest.mark.raw
 def test_adapters_behind_all_experts_train_with_right_gradients(model: PreTrainedModel) -> None:
     ids = prompt(GATE)
     with frozen(model):
@@ -733,6 +744,7 @@ def test_nothing_is_raised_where_no_gradient_is_needed(model: PreTrainedModel, m
             assert not output.requires_grad
 
 
+@pytest.mark.raw
 def test_train_mode(model: PreTrainedModel) -> None:
     ids = prompt(GATE)
     model.train()

@@ -17,6 +17,7 @@ def dense_bytes(model: torch.nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) - bank_bytes(model)
 
 
+@pytest.mark.raw
 @pytest.mark.parametrize("share", [0, 25, 50, 75, 100])
 def test_n_cpu_moe_sends_the_first_layers_and_no_others(share: int, device: torch.device) -> None:
     """In every share of the layers the logits are equal, and the bytes that travel fall in proportion."""
@@ -39,6 +40,7 @@ def test_n_cpu_moe_sends_the_first_layers_and_no_others(share: int, device: torc
     before.assert_restored(model)
 
 
+@pytest.mark.raw
 @pytest.mark.parametrize("policy", ["eager", "lazy", 5])
 def test_gpu_memory_keeps_as_many_layers_as_fit(policy: str | int) -> None:
     """Spread over the model; the first host-resident layer is on its way before it is reached."""

@@ -135,6 +135,7 @@ def test_rows_are_runs_of_bytes(tensor: torch.Tensor, expected: bool) -> None:
     assert BankLayout.of([("weight", tensor)]).has_rows is expected
 
 
+@pytest.mark.raw
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_decode_sends_the_experts_in_use(device: torch.device, implementation: str) -> None:
     """At most top-k a layer for each token, under each implementation."""
