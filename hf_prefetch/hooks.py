@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .bank import ExpertBank
 from .discovery import implementation_of, is_decorated, reads_only_routed_rows, takes_other_ids
-from .guarded import GuardedRows, Present
 from .forms import can_open
+from .guarded import GuardedRows, Present
 from .ops import refuse_export, register
 from .scheduling.scheduler import PrefetchScheduler
 

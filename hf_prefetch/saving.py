@@ -160,6 +160,10 @@ def _groups(model: nn.Module) -> list[tuple[dict[str, torch.Tensor], bool]]:
         raise ValueError(
             "Some of this model's weights are where accelerate has put them. Load it without device_map to save it packed."
         )
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(
+            "This model is quantized, so its experts are in another format than bfloat16. save_pretrained writes it."
+        )
     banks = [bank for bank in find_banks(model).banks if bank.layout.has_rows]
     bank_of = {id(parameter): number for number, bank in enumerate(banks) for parameter in bank.parameters.values()}
     groups: list[tuple[dict[str, torch.Tensor], bool]] = [({}, True) for _ in banks]

@@ -341,6 +341,10 @@ def test_what_can_not_be_saved(tmp_path: Path) -> None:
         empty = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="has no value here"):
         save_packed(empty, tmp_path)
+    quantized = load_demo_model()
+    quantized.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match="is quantized"):
+        save_packed(quantized, tmp_path)
     demo_copy(tmp_path)
     with pytest.raises(FileExistsError, match="ordinary checkpoint"):
         save_packed(load_demo_model(), tmp_path / "demo")
