@@ -15,7 +15,7 @@ from .scheduling.residency import NoRoomError, choose_host_banks, first_banks
 from .sizes import at_least, shown
 from .streams import StreamDevice, stream_device
 
-__all__ = ["Device", "Homes", "choose_homes"]
+__all__ = ["Device", "Homes", "banks_beyond", "choose_homes"]
 
 Device = torch.device | str | int | StreamDevice
 
@@ -93,7 +93,6 @@ def _within_budget(
     model: nn.Module, homes: dict[ExpertBank, StreamDevice], config: PrefetchConfig, dispatched: bool
 ) -> set[ExpertBank]:
     """The banks that don't fit into the budget of each device beside the slots, the cache and what is not an expert."""
-    budget, cache, slots = config.device_budget or 0, config.cache_budget, config.slots
     experts = {id(parameter) for bank in homes for parameter in bank.parameters.values()}
     rest = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in experts}
     host: set[ExpertBank] = set()
@@ -103,27 +102,35 @@ def _within_budget(
             for tensor in rest.values()
             if not tensor.is_meta and (tensor.device == home.device or not dispatched)
         )
-        banks = [bank for bank, place in homes.items() if place is home]
-        try:
-            # What stays on the device is not packed there.
-            sizes = [bank.weight_nbytes if bank.has_packed else bank.nbytes for bank in banks]
-            # Where all of them fit there is nothing to cache.
-            left = budget - dense if sum(sizes) <= budget - dense else budget - dense - cache
-            chosen = choose_host_banks(sizes, left, slots)
-        except NoRoomError as error:
-            least = dense + slots * max(sizes)
-            # A cache that is a share of the budget grows with it.
-            share = config.expert_cache if isinstance(config.expert_cache, float) else 0.0
-            least = math.ceil((least if share else least + cache) / (1 - share))
-            # Where all of them fit there is nothing to cache, so that is enough in any case.
-            least = min(least, dense + sum(sizes))
-            takes, smaller = (f" and {shown(cache)} to expert_cache", ", a smaller expert_cache") if cache else ("", "")
-            raise ValueError(
-                f"gpu_memory={shown(budget)} is too little on {home.name}: {shown(dense)} of it go to what is not an expert"
-                f"{takes}, {error}. Give at least {at_least(least)}{smaller}, or take fewer slots."
-            ) from error
-        host.update(banks[index] for index in chosen)
+        host.update(banks_beyond([bank for bank, place in homes.items() if place is home], home, config, dense))
     return host
+
+
+def banks_beyond(banks: list[ExpertBank], home: StreamDevice, config: PrefetchConfig, dense: int) -> list[ExpertBank]:
+    """Of the banks that compute on one device those that `gpu_memory` has no room for; `dense` bytes are not experts.
+
+    Raises:
+        ValueError: not even the slots fit. The message says what would do.
+    """
+    budget, cache, slots = config.device_budget or 0, config.cache_budget, config.slots
+    try:
+        # What stays on the device is not packed there.
+        sizes = [bank.weight_nbytes if bank.has_packed else bank.nbytes for bank in banks]
+        # Where all of them fit there is nothing to cache.
+        left = budget - dense if sum(sizes) <= budget - dense else budget - dense - cache
+        return [banks[index] for index in choose_host_banks(sizes, left, slots)]
+    except NoRoomError as error:
+        least = dense + slots * max(sizes)
+        # A cache that is a share of the budget grows with it.
+        share = config.expert_cache if isinstance(config.expert_cache, float) else 0.0
+        least = math.ceil((least if share else least + cache) / (1 - share))
+        # Where all of them fit there is nothing to cache, so that is enough in any case.
+        least = min(least, dense + sum(sizes))
+        takes, smaller = (f" and {shown(cache)} to expert_cache", ", a smaller expert_cache") if cache else ("", "")
+        raise ValueError(
+            f"gpu_memory={shown(budget)} is too little on {home.name}: {shown(dense)} of it go to what is not an expert"
+            f"{takes}, {error}. Give at least {at_least(least)}{smaller}, or take fewer slots."
+        ) from error
 
 
 def _accelerators(model: nn.Module, banks: tuple[ExpertBank, ...]) -> list[torch.device]:

@@ -93,17 +93,13 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         restored, self._guard = False, None
         try:
             try:
-                ids, implementation = self.bank.ids(args, kwargs), implementation_of(module)
-                rows = ids if reads_only_routed_rows(module, forward, implementation) else None
-                guards = self._guards and not is_decorated(module) and not self.scheduler.is_capturing()
-                count = None if ids is None else ids.numel()
-                remaps = rows is not None and takes_other_ids(module, implementation, self.bank)
-                handout = self.scheduler.acquire(self.bank, count, ids if guards else rows, remaps=remaps)
-                tensors = self._guarded(handout.tensors, ids) if guards else handout.tensors
+                count, rows, remaps, guards = self.reads(module, forward, args, kwargs)
+                handout = self.scheduler.acquire(self.bank, count, rows, remaps=remaps)
+                tensors = self._guarded(handout.tensors, rows) if guards else handout.tensors
                 if handout.ids is not None:
                     args, kwargs = self.bank.with_ids(args, kwargs, handout.ids)
                     self._renumbered = True
-                    module.__dict__["num_experts"] = handout.rows
+                    self.renumber(module, handout.rows)
                 self.bank.point(module, tensors)
                 output = self._forward(module, forward, args, kwargs)
                 self._check_untouched(module, tensors)
@@ -132,8 +128,27 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         """Point the module at the host again and let the slot go. Idempotent."""
         self.bank.point(module, self.bank.parameters)
         if self._renumbered:
-            module.__dict__["num_experts"], self._renumbered = self.bank.num_experts, False
+            self.renumber(module, self.bank.num_experts)
+            self._renumbered = False
         self.scheduler.release(self.bank)
+
+    def reads(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int | None, torch.Tensor | None, bool, bool]:
+        """What a call reads of its bank, as `PrefetchScheduler.acquire` takes it: `routed_ids`, `ids` and `remaps`.
+
+        And whether it has to show that it reads no other rows than those of the ids.
+        """
+        ids, implementation = self.bank.ids(args, kwargs), implementation_of(module)
+        rows = ids if reads_only_routed_rows(module, forward, implementation) else None
+        guards = self._guards and not is_decorated(module) and not self.scheduler.is_capturing()
+        count = None if ids is None else ids.numel()
+        remaps = rows is not None and takes_other_ids(module, implementation, self.bank)
+        return count, ids if guards else rows, remaps, guards
+
+    def renumber(self, module: nn.Module, rows: int) -> None:
+        """Tell a module how many rows its tensors have. Idempotent."""
+        module.__dict__["num_experts"] = rows
 
     def _check_weights(self, module: nn.Module) -> None:
         """What is sent to the device is what the store holds: weights that live elsewhere by now would be ignored."""
