@@ -314,6 +314,11 @@ class Lane:
             if room is not None and room < LEAST_ROOM:
                 self.give_up_cache()
 
+    def begin_anew(self) -> None:
+        """Forget what calls have shown."""
+        self.observer = Observer(self.device)
+        self._wants_rows.clear()
+
     def give_up_cache(self) -> bool:
         """Halve the caches, because memory is short: once with a warning. Returns whether that gave memory back."""
         if self.device.is_capturing() or not self.caches.can_shrink:

@@ -44,6 +44,7 @@ class PrefetchScheduler:
         banks: the model's host-resident banks; `resident` is the number of the others.
         store: where their bytes are in host memory.
         lock: held by a hook from `acquire` to `release`, so that threads that share a model take turns.
+        is_new: whether `begin_anew` was never called.
         finalizer: what happens when the model is deleted without `disable_expert_prefetch`.
     """
 
@@ -64,6 +65,7 @@ class PrefetchScheduler:
         self._closed = False
         self._in_compiled_code = False
         self._is_leased = False
+        self.is_new = True
 
     def _lanes(self, devices: dict[ExpertBank, StreamDevice]) -> Iterable[Lane]:
         lanes: dict[StreamDevice, Lane] = {}
@@ -257,6 +259,18 @@ class PrefetchScheduler:
         """Set the counters of `report` to zero. What is held in memory stays."""
         with self.lock:
             self.counters.reset()
+
+    def begin_anew(self) -> None:
+        """Forget what calls have shown about time and routing, and set the counters to zero: they were no calls of use."""
+        with self.lock:
+            self.is_new = False
+            for lane in dict.fromkeys(self._lane_of.values()):
+                lane.begin_anew()
+            self.counters.reset()
+
+    def can_be_captured(self, bank: ExpertBank) -> bool:
+        """Whether CUDA graphs can be captured over a bank, by calls that show their ids."""
+        return self._lane_of[bank].can_be_captured(bank)
 
     @property
     def has_ended(self) -> bool:

@@ -1,0 +1,1 @@
+"""Prefetching inside other runtimes. Imported only when one of them asks for it."""

@@ -1,0 +1,45 @@
+"""What vLLM calls in each of its processes."""
+
+from __future__ import annotations
+
+import logging
+
+from .versions import SUPPORTED, unsupported
+
+__all__ = ["register"]
+
+_log = logging.getLogger("vllm.hf_prefetch")
+_LAYER = "RoutedExperts"
+
+
+def register() -> None:
+    """Put our class in the place of vLLM's `RoutedExperts`. Idempotent.
+
+    Nothing is raised here, where engines that don't ask for prefetching begin as well: where it can't be had, an engine that
+    asks for it is told so when its layers are made, or, where vLLM has no such layers, in the log.
+    """
+    try:
+        import vllm
+        from vllm.model_executor.custom_op import op_registry_oot
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+        from .layers import PrefetchedRoutedExperts
+    except ImportError as error:
+        _log.warning(
+            "hf_prefetch: experts can't be prefetched, whatever additional_config says: this vLLM lacks what that takes (%s). "
+            "It works with %s.", error, SUPPORTED,
+        )  # fmt: skip
+        return
+    taken = op_registry_oot.get(_LAYER)
+    if taken is PrefetchedRoutedExperts:
+        return
+    if taken is not None:
+        _log.warning(
+            "hf_prefetch: experts can't be prefetched, whatever additional_config says: another plugin has put %s in the place "
+            "of vLLM's %s. VLLM_PLUGINS=hf_prefetch loads this one alone.", taken.__name__, _LAYER,
+        )  # fmt: skip
+        return
+    reason = unsupported(vllm.__version__)
+    if reason is not None:
+        _log.warning("hf_prefetch: %s.", reason)
+    RoutedExperts.register_oot(PrefetchedRoutedExperts)
