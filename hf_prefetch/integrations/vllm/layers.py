@@ -1,13 +1,21 @@
-"""The class that takes the place of vLLM's `RoutedExperts`. Imported only where vLLM is."""
+"""What stands before the layers of an engine that asks for prefetching. Imported only where vLLM is.
+
+[Note: which layers are found]
+An experts layer (`RoutedExperts`, or a class of a model's own beneath it) is held by a runner (`MoERunner`, or again another).
+vLLM lets plugins put a class in the place of each of the two by its name, so one of ours is met unless a model brings classes
+of its own for both.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config
+import vllm
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from ...config import PrefetchConfig
 from ...scheduling.scheduler import PrefetchScheduler
@@ -18,86 +26,122 @@ from .options import options_of
 from .refusals import refuse, refuse_config, refuse_layer
 from .versions import unsupported
 
-__all__ = ["PrefetchedRoutedExperts", "engine_layers"]
+__all__ = ["PrefetchedMoERunner", "PrefetchedRoutedExperts", "Stand", "stands_of"]
+
+# Of RoutedExperts.forward_modular.
+_ARGUMENTS = ("x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input")
 
 
 class PrefetchedRoutedExperts(RoutedExperts):  # type: ignore[misc]
-    """`RoutedExperts` whose weights live in host memory, if its engine asks for that; otherwise what vLLM has.
-
-    Attributes:
-        prefetch_hook: runs its calls, once its engine has been set up, if its experts live in host memory.
-    """
-
-    # Annotations only: values would hide what nn.Module keeps.
-    prefetch_hook: LayerHook | None
+    """`RoutedExperts` that is prefetched, if its engine asks for that."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        engine = get_current_vllm_config()
-        options = options_of(engine.additional_config)
-        self._prefetch_options: PrefetchConfig | None = options
-        self._prefetch_engine: VllmConfig | None = None
-        self.prefetch_hook = None
-        if options is None:
-            return
-        import vllm
+        _take(self)
 
-        reason = unsupported(vllm.__version__)
-        if reason is not None:
-            raise RuntimeError(f"hf_prefetch: {reason}.")
-        refuse_config(engine, self.moe_config.moe_parallel_config)
-        refuse_layer(self)
-        self._prefetch_engine = engine
+
+class PrefetchedMoERunner(MoERunner):  # type: ignore[misc]
+    """`MoERunner` whose experts are prefetched, if its engine asks for that."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _take(self.routed_experts)
+
+
+def _take(layer: Any) -> None:
+    """Stand before a layer, if the engine that is being made asks for prefetching. Idempotent.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: it asks for what can't be had; the message says why.
+    """
+    engine = get_current_vllm_config()
+    options = options_of(engine.additional_config)
+    if options is None or hasattr(layer, "prefetching"):
+        return
+    reason = unsupported(vllm.__version__)
+    if reason is not None:
+        raise RuntimeError(f"hf_prefetch: {reason}.")
+    refuse_config(engine, layer.moe_config.moe_parallel_config)
+    refuse_layer(layer)
+    Stand(layer, engine, options)
+
+
+class Stand:
+    """Stands before the forwards of one layer, from the moment it is made.
+
+    Attributes:
+        layer: a `RoutedExperts`, which has this as its `prefetching`.
+        hook: runs its calls, once its engine has been set up, if its experts live in host memory.
+    """
+
+    def __init__(self, layer: Any, engine: Any, options: PrefetchConfig) -> None:
+        self.layer = layer
+        self.hook: LayerHook | None = None
+        self._forward, self._options = layer.forward_modular, options
+        self._engine: Any = engine
+        self._announces: PrefetchScheduler | None = None
         # The device has never more of them than one layer's: weights are loaded into host memory, and vLLM brings a layer back
         # there when it has made of its weights what kernels want.
-        for _, parameter in stacks(self):
+        for _, parameter in stacks(layer):
             parameter.data = torch.empty_like(parameter.data, device="cpu")
+        layer.prefetching = self
+        layer.forward_modular, layer.forward_monolithic = self.forward_modular, self.forward_monolithic
 
     def forward_modular(self, *args: Any, **kwargs: Any) -> Any:
         """Run the experts, as vLLM does."""
-        if self._prefetch_options is None:
-            return super().forward_modular(*args, **kwargs)
-        names = ("x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input")
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        if self._prefetch_engine is not None:
-            _set_up(self._prefetch_engine, self._prefetch_options, arguments["x"].device)
-        if self.prefetch_hook is None:
-            return super().forward_modular(**arguments)
-        _begin_serving(self.prefetch_hook.scheduler)
-        return self.prefetch_hook.forward(self, super().forward_modular, arguments)
+        arguments = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        if self._engine is not None:
+            _set_up(self._engine, self._options, arguments["x"].device)
+        if self._announces is not None:
+            self._announces.begin_pass(arguments["topk_ids"].numel())
+        if self.hook is None:
+            return self._forward(**arguments)
+        _begin_serving(self.hook.scheduler)
+        return self.hook.forward(self.layer, self._forward, arguments)
 
     def forward_monolithic(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the experts, as vLLM does; a kernel of this kind can't be prefetched for."""
-        if self._prefetch_options is not None:
-            refuse_layer(self)
-        return super().forward_monolithic(*args, **kwargs)
+        """Say that a kernel of this kind can't be prefetched for."""
+        refuse_layer(self.layer)
 
-    def weight_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a weight, as vLLM does, before the first forward."""
-        if self.prefetch_hook is not None:
-            refuse([f"weights of {self.layer_name} can't be loaded again once it is in use: make a new engine."])
-        return super().weight_loader(*args, **kwargs)
+    def begin(self, hook: LayerHook | None, announces: PrefetchScheduler | None) -> None:
+        """Its engine has been set up.
 
-    weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+        Args:
+            hook: None if its experts stay on the device.
+            announces: whom it tells that a pass begins, as the first layer does if it has no hook.
+        """
+        self.hook, self._engine, self._announces = hook, None, announces
+        if hook is not None:
+            for parameter in hook.bank.parameters.values():
+                parameter.weight_loader = self._refuse_weights  # type: ignore[attr-defined]
+
+    def _refuse_weights(self, *args: Any, **kwargs: Any) -> None:
+        refuse([f"weights of {self.layer.layer_name} can't be loaded again once it is in use: make a new engine."])
 
 
-def engine_layers(engine: Any) -> list[Any]:
-    """The `RoutedExperts` of an engine (`VllmConfig`) in this worker, in the order in which they were made."""
+def stands_of(engine: Any) -> list[Stand]:
+    """What stands before the layers of an engine (`VllmConfig`) in this worker, in the order in which these were made.
+
+    Raises:
+        NotImplementedError: there are layers that nothing stands before.
+    """
     known = engine.compilation_config.static_forward_context
-    return [known[name].routed_experts for name in engine.compilation_config.static_all_moe_layers]
-
-
-def _set_up(engine: VllmConfig, options: PrefetchConfig, device: torch.device) -> None:
-    """Have all layers of an engine prefetched."""
-    layers = engine_layers(engine)
-    foreign = [layer for layer in layers if not isinstance(layer, PrefetchedRoutedExperts)]
-    if foreign:
-        kind = type(foreign[0]).__name__
-        refuse([f"{foreign[0].layer_name} is a {kind}, a class of the model's own, which vLLM lets nobody take the place of."])
-    graphs = bool(engine.compilation_config.cudagraph_mode) and device.type == "cuda"
-    hooks = {hook.bank.name: hook for hook in prefetch_layers(layers, options, device, graphs=graphs)}
+    layers = [known[name].routed_experts for name in engine.compilation_config.static_all_moe_layers]
     for layer in layers:
-        layer.prefetch_hook, layer._prefetch_engine = hooks.get(layer.layer_name), None
+        if not hasattr(layer, "prefetching"):
+            refuse([f"{layer.layer_name} and its runner are of classes of the model's own ({type(layer).__name__})."])
+    return [layer.prefetching for layer in layers]
+
+
+def _set_up(engine: Any, options: PrefetchConfig, device: torch.device) -> None:
+    """Have all layers of an engine prefetched."""
+    stands = stands_of(engine)
+    graphs = bool(engine.compilation_config.cudagraph_mode) and device.type == "cuda"
+    hooks = prefetch_layers([stand.layer for stand in stands], options, device, graphs=graphs)
+    of = {hook.bank.name: hook for hook in hooks}
+    for number, stand in enumerate(stands):
+        hook = of.get(stand.layer.layer_name)
+        stand.begin(hook, hooks[0].scheduler if number == 0 and hook is None and hooks else None)
 
 
 def _begin_serving(scheduler: PrefetchScheduler) -> None:

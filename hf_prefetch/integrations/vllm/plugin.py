@@ -9,11 +9,10 @@ from .versions import SUPPORTED, unsupported
 __all__ = ["register"]
 
 _log = logging.getLogger("vllm.hf_prefetch")
-_LAYER = "RoutedExperts"
 
 
 def register() -> None:
-    """Put our class in the place of vLLM's `RoutedExperts`. Idempotent.
+    """Put our classes in the place of vLLM's `RoutedExperts` and `MoERunner`. Idempotent.
 
     Nothing is raised here, where engines that don't ask for prefetching begin as well: where it can't be had, an engine that
     asks for it is told so when its layers are made, or, where vLLM has no such layers, in the log.
@@ -21,25 +20,24 @@ def register() -> None:
     try:
         import vllm
         from vllm.model_executor.custom_op import op_registry_oot
-        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-        from .layers import PrefetchedRoutedExperts
+        from .layers import PrefetchedMoERunner, PrefetchedRoutedExperts
     except ImportError as error:
         _log.warning(
             "hf_prefetch: experts can't be prefetched, whatever additional_config says: this vLLM lacks what that takes (%s). "
             "It works with %s.", error, SUPPORTED,
         )  # fmt: skip
         return
-    taken = op_registry_oot.get(_LAYER)
-    if taken is PrefetchedRoutedExperts:
-        return
-    if taken is not None:
-        _log.warning(
-            "hf_prefetch: experts can't be prefetched, whatever additional_config says: another plugin has put %s in the place "
-            "of vLLM's %s. VLLM_PLUGINS=hf_prefetch loads this one alone.", taken.__name__, _LAYER,
-        )  # fmt: skip
-        return
+    for ours in (PrefetchedRoutedExperts, PrefetchedMoERunner):
+        (theirs,) = ours.__bases__
+        taken = op_registry_oot.get(theirs.__name__)
+        if taken is None:
+            theirs.register_oot(ours)
+        elif taken is not ours:
+            _log.warning(
+                "hf_prefetch: another plugin has put %s in the place of vLLM's %s, so experts may not be prefetched. "
+                "VLLM_PLUGINS=hf_prefetch loads this one alone.", taken.__name__, theirs.__name__,
+            )  # fmt: skip
     reason = unsupported(vllm.__version__)
     if reason is not None:
         _log.warning("hf_prefetch: %s.", reason)
-    RoutedExperts.register_oot(PrefetchedRoutedExperts)
