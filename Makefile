@@ -7,8 +7,9 @@ RUN := $(if $(VENV),$(VENV)/bin/python,PYTHONPATH=. $(PYTHON))
 
 OLDEST := build/transformers-5.17
 OPTIONAL := build/optional
+VLLM := build/vllm
 
-.PHONY: demo test test-oldest test-optional test-packed lint clean
+.PHONY: demo test test-oldest test-optional test-packed test-vllm lint clean
 
 demo: $(STAMP)
 	$(RUN) scripts/demo.py
@@ -31,6 +32,10 @@ test-packed: $(STAMP)
 		cache_on_fake_device.py capture.py faults.py generation.py lookahead_order.py models_on_fake_device.py \
 		partial_residency.py routed_rows.py)
 
+# The vLLM plugin, in an environment of its own with vLLM's CPU build: it pins another transformers.
+test-vllm: $(VLLM)/installed
+	PYTHONPATH=tests:. $(VLLM)/bin/python -m pytest tests_vllm $(PYTEST)
+
 lint: $(STAMP)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -48,6 +53,13 @@ $(OLDEST)/installed: requirements-oldest.txt $(STAMP)
 
 $(OPTIONAL)/installed: $(STAMP)
 	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(OPTIONAL) torchao==0.18.0 peft==0.21.2
+	touch $@
+
+$(VLLM)/installed: requirements-vllm.txt requirements-vllm-bare.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --requirement requirements-vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement requirements-vllm-bare.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 clean:

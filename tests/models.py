@@ -104,13 +104,18 @@ FAMILIES = tuple(_CONFIGS)
 PACKED = os.environ.get("HF_PREFETCH_TEST_PACKED") == "1"
 
 
-def build(family: str, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> PreTrainedModel:
+def build(
+    family: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, changes: dict[str, Any] | None = None
+) -> PreTrainedModel:
     """A model of a family on the CPU, in eval mode, with the same weights for the same seed.
 
-    Where everything is to be packed it is in bfloat16, whatever is asked for: nothing else is packed.
+    Where everything is to be packed it is in bfloat16, whatever is asked for: nothing else is packed. `changes` are what its
+    config has otherwise.
     """
     dtype = torch.bfloat16 if PACKED else dtype
-    model = AutoModelForCausalLM.from_config(_CONFIGS[family]()).eval()
+    config = _CONFIGS[family]()
+    config.update(changes or {})
+    model = AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
 
     def draw(tensor: torch.Tensor, scale: float, mean: float = 0.0) -> None:

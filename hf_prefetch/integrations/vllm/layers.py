@@ -8,6 +8,7 @@ of its own for both.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -113,10 +114,13 @@ class Stand:
         self.hook, self._engine, self._announces = hook, None, announces
         if hook is not None:
             for parameter in hook.bank.parameters.values():
-                parameter.weight_loader = self._refuse_weights  # type: ignore[attr-defined]
+                # vLLM's own keeps the layer, and whoever keeps a bank must not.
+                parameter.weight_loader = functools.partial(_refuse_weights, hook.bank.name)  # type: ignore[attr-defined]
 
-    def _refuse_weights(self, *args: Any, **kwargs: Any) -> None:
-        refuse([f"weights of {self.layer.layer_name} can't be loaded again once it is in use: make a new engine."])
+
+def _refuse_weights(name: str, *args: Any, **kwargs: Any) -> None:
+    """In the place of what loads a weight."""
+    refuse([f"weights of {name} can't be loaded again once it is in use: make a new engine."])
 
 
 def stands_of(engine: Any) -> list[Stand]:
