@@ -23,6 +23,7 @@ from ...scheduling.scheduler import PrefetchScheduler
 from .banks import stacks
 from .engine import prefetch_layers
 from .hook import LayerHook
+from .metrics import publish
 from .options import options_of
 from .refusals import refuse, refuse_config, refuse_layer
 from .versions import unsupported
@@ -80,7 +81,7 @@ class Stand:
         self.hook: LayerHook | None = None
         self._forward, self._options = layer.forward_modular, options
         self._engine: Any = engine
-        self._announces: PrefetchScheduler | None = None
+        self._leads: PrefetchScheduler | None = None
         # The device has never more of them than one layer's: weights are loaded into host memory, and vLLM brings a layer back
         # there when it has made of its weights what kernels want.
         for _, parameter in stacks(layer):
@@ -93,8 +94,10 @@ class Stand:
         arguments = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         if self._engine is not None:
             _set_up(self._engine, self._options, arguments["x"].device)
-        if self._announces is not None:
-            self._announces.begin_pass(arguments["topk_ids"].numel())
+        if self._leads is not None:
+            publish(self._leads)
+            if self.hook is None:
+                self._leads.begin_pass(arguments["topk_ids"].numel())
         if self.hook is None:
             return self._forward(**arguments)
         _begin_serving(self.hook.scheduler)
@@ -104,14 +107,14 @@ class Stand:
         """Say that a kernel of this kind can't be prefetched for."""
         refuse_layer(self.layer)
 
-    def begin(self, hook: LayerHook | None, announces: PrefetchScheduler | None) -> None:
+    def begin(self, hook: LayerHook | None, leads: PrefetchScheduler | None) -> None:
         """Its engine has been set up.
 
         Args:
             hook: None if its experts stay on the device.
-            announces: whom it tells that a pass begins, as the first layer does if it has no hook.
+            leads: the scheduler of the engine, if this is its first layer and there is one.
         """
-        self.hook, self._engine, self._announces = hook, None, announces
+        self.hook, self._engine, self._leads = hook, None, leads
         if hook is not None:
             for parameter in hook.bank.parameters.values():
                 # vLLM's own keeps the layer, and whoever keeps a bank must not.
@@ -144,8 +147,7 @@ def _set_up(engine: Any, options: PrefetchConfig, device: torch.device) -> None:
     hooks = prefetch_layers([stand.layer for stand in stands], options, device, graphs=graphs)
     of = {hook.bank.name: hook for hook in hooks}
     for number, stand in enumerate(stands):
-        hook = of.get(stand.layer.layer_name)
-        stand.begin(hook, hooks[0].scheduler if number == 0 and hook is None and hooks else None)
+        stand.begin(of.get(stand.layer.layer_name), hooks[0].scheduler if number == 0 and hooks else None)
 
 
 def _begin_serving(scheduler: PrefetchScheduler) -> None:
