@@ -268,6 +268,14 @@ class PrefetchScheduler:
                 lane.begin_anew()
             self.counters.reset()
 
+    def reserve(self) -> None:
+        """Allocate slots and caches now, as far as there is room, and not at their first use: others may take what is left."""
+        with self.lock:
+            for bank, lane in self._lane_of.items():
+                lane.has_slots()
+                if bank.layout.has_rows:
+                    lane.cache_of(bank)
+
     def can_be_captured(self, bank: ExpertBank) -> bool:
         """Whether CUDA graphs can be captured over a bank, by calls that show their ids."""
         return self._lane_of[bank].can_be_captured(bank)

@@ -30,6 +30,9 @@ from .refusals import refuse, refuse_layer
 
 __all__ = ["prefetch_layers"]
 
+# One for graphs, one that is read, one that is refilled meanwhile.
+_LEAST_WITH_GRAPHS = 3
+
 _log = logging.getLogger("vllm.hf_prefetch")
 
 
@@ -71,6 +74,7 @@ def prefetch_layers(layers: Sequence[Any], config: PrefetchConfig, device: torch
         scheduler.finalizer = end_with(layers[0], scheduler)
         if graphs:
             _check_graphs(scheduler, prefetched)
+        scheduler.reserve()
     _say(scheduler, home)
     return [LayerHook(scheduler, bank, home.device) for bank in prefetched]
 
@@ -113,6 +117,11 @@ def _check_cache(banks: list[LayerBank], config: PrefetchConfig) -> None:
 
 def _check_graphs(scheduler: PrefetchScheduler, banks: list[LayerBank]) -> None:
     """What can't be captured has to be known before vLLM begins to capture."""
+    if banks and scheduler.config.slots < _LEAST_WITH_GRAPHS:
+        raise ValueError(
+            f"slots={scheduler.config.slots} is too few with CUDA graphs, which keep one slot for themselves: what is left for "
+            f"prompts could not be refilled while it is read. Take slots={_LEAST_WITH_GRAPHS} or 4, or pass enforce_eager=True."
+        )
     if not all(map(scheduler.can_be_captured, banks)):
         why = scheduler.store.refusals[0] if scheduler.store.refusals else "some of the experts are not in page-locked memory"
         refuse(
