@@ -143,7 +143,8 @@ def stands_of(engine: Any) -> list[Stand]:
 def _set_up(engine: Any, options: PrefetchConfig, device: torch.device) -> None:
     """Have all layers of an engine prefetched."""
     stands = stands_of(engine)
-    graphs = bool(engine.compilation_config.cudagraph_mode) and device.type == "cuda"
+    mode = engine.compilation_config.cudagraph_mode
+    graphs = device.type == "cuda" and mode is not None and mode.name != "NONE"
     hooks = prefetch_layers([stand.layer for stand in stands], options, device, graphs=graphs)
     of = {hook.bank.name: hook for hook in hooks}
     for number, stand in enumerate(stands):
