@@ -10,11 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hf_prefetch.integrations.vllm import register
+from hf_prefetch.integrations.vllm.banks import LayerBank
+from hf_prefetch.integrations.vllm.hook import LayerHook
 from hf_prefetch.integrations.vllm.options import OPTIONS, options_of
 from hf_prefetch.integrations.vllm.refusals import KERNELS, refuse_config, refuse_layer
 from hf_prefetch.integrations.vllm.versions import NEWEST, OLDEST, SUPPORTED, unsupported
+from hf_prefetch.layout import BankLayout
 
 # -- options ------------------------------------------------------------------------------------------------------------
 
@@ -176,3 +180,29 @@ def test_kernels(loaded) -> None:
 def test_adapters_on_experts() -> None:
     with pytest.raises(NotImplementedError, match=r"LoRA on experts .*lora_target_modules"):
         refuse_layer(_layer("TritonExperts", lora="base_layer."))
+
+
+# -- what a call shows --------------------------------------------------------------------------------------------------
+
+
+def test_ids_are_those_of_the_workers_own_experts() -> None:
+    """With expert parallelism ids are global; -1 stands for experts of other workers."""
+    bank = LayerBank(0, "layer", (), {}, 2, ("topk_ids", 2), BankLayout.of([]), takes_other_ids=False)
+    hook = LayerHook(None, bank, torch.device("cpu"))
+    ids = torch.tensor([[0, 3], [5, 1]], dtype=torch.int32)
+    arguments = (torch.zeros(2, 4), torch.ones(2, 2), ids)
+    count, rows, remaps = hook.reads(SimpleNamespace(expert_map=None), None, arguments, {})
+    assert (count, remaps) == (4, False)
+    assert torch.equal(rows, ids.long())
+    local = torch.tensor([-1, 0, -1, 1, -1, -1], dtype=torch.int32)
+    _, rows, _ = hook.reads(SimpleNamespace(expert_map=local), None, arguments, {})
+    assert rows.tolist() == [[-1, 1], [-1, 0]]
+    assert rows.dtype is torch.int64
+
+
+def test_other_ids_have_the_type_of_the_calls_own() -> None:
+    bank = LayerBank(0, "layer", (), {}, 2, ("topk_ids", 2), BankLayout.of([]), takes_other_ids=True)
+    arguments = (torch.zeros(1, 4), torch.ones(1, 2), torch.tensor([[7, 3]], dtype=torch.int32))
+    (_, _, ids), _ = bank.with_ids(arguments, {}, torch.tensor([[1, 0]]))
+    assert ids.dtype is torch.int32
+    assert ids.tolist() == [[1, 0]]
