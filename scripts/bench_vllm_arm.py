@@ -260,10 +260,10 @@ class _Asked:
 
     def report(self) -> Any:
         """What prefetching has done."""
-        from hf_prefetch.integrations.vllm.layers import stands_of
+        from hf_prefetch.integrations.vllm.layers import worker_report
 
-        (found,) = self._llm.collective_rpc(lambda worker: stands_of(worker.model_runner.vllm_config))
-        return found[0].hook.scheduler.report()
+        (found,) = self._llm.collective_rpc(worker_report)
+        return found
 
 
 def _link() -> float:

@@ -14,6 +14,7 @@ import torch
 from checkpoints import FAMILIES, LAYERS
 from engines import PROMPTS, Answer, ask, engine, layers_of, outputs_of, stands
 from hf_prefetch import Report
+from hf_prefetch.integrations.vllm.layers import worker_report
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -147,4 +148,5 @@ def test_an_error_in_a_forward_leaves_the_engine_usable(checkpoint, resident) ->
 
 
 def _report(llm: Any) -> Report:
-    return next(stand.hook for stand in stands(llm) if stand.hook is not None).scheduler.report()
+    (report,) = llm.collective_rpc(worker_report)
+    return report

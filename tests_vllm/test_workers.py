@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines import ask, engine
+from hf_prefetch.integrations.vllm.layers import worker_report
 
 
 def test_two_workers(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,19 +18,13 @@ def test_two_workers(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = ask(llm), ask(llm)
     with engine(checkpoint("gpt_oss"), {"slots": 2, "expert_cache": "200KiB"}, **parallel) as llm:
         assert (ask(llm), ask(llm)) == expected
-        reports = llm.collective_rpc(_report)
+        reports = llm.collective_rpc(worker_report)
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
     with engine(checkpoint("gpt_oss"), {"slots": 2}) as llm:
         ask(llm)
-        (whole,) = llm.collective_rpc(_report)
+        (whole,) = llm.collective_rpc(worker_report)
     assert len(reports) == 2
     for report in reports:
         assert report.cache_hits > 0
         # Biases of w2 are not cut, so it may be a little more than half.
         assert report.host_bytes < 0.55 * whole.host_bytes
-
-
-def _report(worker):
-    from hf_prefetch.integrations.vllm.layers import stands_of
-
-    return stands_of(worker.model_runner.vllm_config)[0].hook.scheduler.report()

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from ...config import PrefetchConfig
+from ...report import Report
 from ...scheduling.scheduler import PrefetchScheduler
 from .banks import stacks
 from .engine import prefetch_layers
@@ -28,7 +29,7 @@ from .options import options_of
 from .refusals import refuse, refuse_config, refuse_layer
 from .versions import unsupported
 
-__all__ = ["PrefetchedMoERunner", "PrefetchedRoutedExperts", "Stand", "stands_of"]
+__all__ = ["PrefetchedMoERunner", "PrefetchedRoutedExperts", "Stand", "stands_of", "worker_report"]
 
 # Of RoutedExperts.forward_modular.
 _ARGUMENTS = ("x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input")
@@ -138,6 +139,12 @@ def stands_of(engine: Any) -> list[Stand]:
         if not hasattr(layer, "prefetching"):
             refuse([f"{layer.layer_name} and its runner are of classes of the model's own ({type(layer).__name__})."])
     return [layer.prefetching for layer in layers]
+
+
+def worker_report(worker: Any) -> Report | None:
+    """What prefetching did in a worker, for `llm.collective_rpc`; None before its first forward and where there is nothing."""
+    hooks = (stand.hook for stand in stands_of(worker.model_runner.vllm_config))
+    return next((hook.scheduler.report() for hook in hooks if hook is not None), None)
 
 
 def _set_up(engine: Any, options: PrefetchConfig, device: torch.device) -> None:
