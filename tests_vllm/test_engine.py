@@ -97,6 +97,16 @@ def test_what_is_asked_for_is_there(checkpoint) -> None:
         assert report.host_bytes < 0.85 * report.weight_bytes
 
 
+def test_memory_is_there_from_the_first_forward_on(checkpoint) -> None:
+    """However short its prompt: vLLM gives the KV cache all that is left then."""
+    with engine(checkpoint("mixtral"), {"slots": 3, "expert_cache": "300KiB"}) as llm:
+        ask(llm, ([5],), max_tokens=1)
+        report = _report(llm)
+        assert report.device_bytes == 3 * report.host_bytes // report.banks
+        assert 200 * 2**10 < report.cache_bytes <= 320 * 2**10
+        assert report.lookahead_calls == 0
+
+
 @pytest.mark.parametrize("options", [None, {"slots": 0}], ids=["absent", "slots=0"])
 def test_off_is_vllm_itself(options, checkpoint) -> None:
     with engine(checkpoint("qwen3_moe"), options) as llm:

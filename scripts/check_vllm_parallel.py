@@ -1,0 +1,137 @@
+"""Check that the vLLM plugin changes nothing with several GPUs: tensor parallel, and with expert parallelism on top.
+
+From the root of the repository, where the package is installed (workers find the plugin by its entry point)::
+
+    python scripts/check_vllm_parallel.py --gpus 2
+
+Each engine is a process of its own on the same small checkpoint. Tokens and log-probabilities with the plugin are compared with
+those of the same engine without it, and what each worker has in host memory is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(SCRIPTS.parent), str(SCRIPTS)]
+
+_WAYS = {"tensor": {}, "expert": {"enable_expert_parallel": True}}
+_OPTIONS = {"slots": 3}
+_LAYERS = 6
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all engines, or one of them, in this process, for the process that runs all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gpus", type=int, default=2, help="how many workers")
+    parser.add_argument("--ways", default=",".join(_WAYS), help="which, by name, with commas between")
+    parser.add_argument("--timeout", type=float, default=200.0, help="seconds for one engine")
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--plugin", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.way is not None:
+        options.out.write_text(json.dumps(_ask(options)))
+        return 0
+    different = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write_checkpoint(folder)
+        for way in options.ways.split(","):
+            without, plugged = (_engine(options, way, folder, plugin=plugin) for plugin in (False, True))
+            errors = [result["error"] for result in (without, plugged) if "error" in result]
+            same = not errors and without["answers"] == plugged["answers"]
+            different += not same
+            told = "; ".join(errors) or f"{'equal' if same else 'DIFFERENT'}; MiB of experts a worker: {plugged['host']}"
+            print(f"{way} parallel, {options.gpus} workers: {told}", flush=True)
+    return int(different > 0)
+
+
+def _write_checkpoint(folder: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from bench_shapes import SHAPES
+
+    shape = SHAPES["qwen3-30b-a3b"]
+    smaller = {
+        "num_hidden_layers": _LAYERS,
+        "hidden_size": 1024,
+        "vocab_size": 4096,
+        "num_experts": 32,
+        "moe_intermediate_size": 512,
+    }
+    config = AutoConfig.for_model(shape.model_type, **{**shape.config, **smaller})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.05)
+    model.save_pretrained(folder)
+
+
+def _engine(options: argparse.Namespace, way: str, folder: Path, *, plugin: bool) -> dict[str, Any]:
+    """One engine in a process of its own: what it has answered, or why it has not."""
+    out = folder / f"{way}-{plugin}.json"
+    command = [sys.executable, str(Path(__file__).resolve()), "--gpus", str(options.gpus), "--way", way]
+    command += ["--folder", str(folder), "--out", str(out), *(["--plugin"] if plugin else [])]
+    # For a function that is sent to workers on this machine.
+    environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    try:
+        done = subprocess.run(command, env=environment, timeout=options.timeout, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took more than {options.timeout:.0f} s"}
+    if done.returncode or not out.is_file():
+        lines = [line for line in done.stderr.splitlines() if "Error" in line]
+        return {"error": lines[-1][-300:] if lines else f"exit code {done.returncode}"}
+    return json.loads(out.read_text())
+
+
+def _ask(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from vllm import LLM, SamplingParams
+
+    from hf_prefetch.integrations.vllm.layers import worker_report
+
+    on_gpu = torch.cuda.is_available()
+    arguments: dict[str, Any] = {"attention_backend": "TRITON_ATTN", "moe_backend": "triton"} if on_gpu else {}
+    llm = LLM(
+        str(options.folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_num_batched_tokens=1024,
+        max_num_seqs=8,
+        tensor_parallel_size=options.gpus,
+        distributed_executor_backend="mp",
+        enforce_eager=not on_gpu,
+        additional_config={"hf_prefetch": _OPTIONS} if options.plugin else {},
+        **_WAYS[options.way],
+        **arguments,
+    )
+    settings = SamplingParams(max_tokens=16, temperature=0.0, logprobs=5, ignore_eos=True, detokenize=False)
+    answers = []
+    for _ in range(2):
+        prompts = [
+            {"prompt_token_ids": [(7 * place + length) % 4000 + 1 for place in range(length)]} for length in (1500, 40, 3)
+        ]
+        for result in llm.generate(prompts, settings, use_tqdm=False):
+            steps = [sorted((token, value.logprob) for token, value in step.items()) for step in result.outputs[0].logprobs]
+            answers.append([list(result.outputs[0].token_ids), steps])
+    host = [round(report.host_bytes / 2**20) for report in llm.collective_rpc(worker_report)] if options.plugin else []
+    return {"answers": answers, "host": host}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
