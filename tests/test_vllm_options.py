@@ -47,7 +47,7 @@ def test_options_are_those_of_the_other_floor() -> None:
         pytest.param({"slots": "3"}, TypeError, ["slots must be an int"], id="text"),
         pytest.param({"slots": 3, "gpu_memory": "lots"}, ValueError, ["gpu_memory='lots' is no size"], id="size"),
         pytest.param({"expert_cache": 0.5}, ValueError, ["share of gpu_memory, which is not given"], id="share of nothing"),
-        pytest.param({"pack": "yes"}, TypeError, ["pack must be True or False"], id="pack"),
+        pytest.param({"pack": "yes"}, TypeError, ["pack must be True, False"], id="pack"),
         pytest.param(3, TypeError, ["must be a dict of options", "int"], id="no dict"),
         pytest.param("slots=3", TypeError, ["must be a dict of options"], id="a text"),
     ],
@@ -191,11 +191,11 @@ def test_ids_are_those_of_the_workers_own_experts() -> None:
     hook = LayerHook(None, bank, torch.device("cpu"))
     ids = torch.tensor([[0, 3], [5, 1]], dtype=torch.int32)
     arguments = (torch.zeros(2, 4), torch.ones(2, 2), ids)
-    count, rows, remaps = hook.reads(SimpleNamespace(expert_map=None), None, arguments, {})
-    assert (count, remaps) == (4, False)
+    count, rows, remaps, guards = hook.reads(SimpleNamespace(expert_map=None), None, arguments, {})
+    assert (count, remaps, guards) == (4, False, False)
     assert torch.equal(rows, ids.long())
     local = torch.tensor([-1, 0, -1, 1, -1, -1], dtype=torch.int32)
-    _, rows, _ = hook.reads(SimpleNamespace(expert_map=local), None, arguments, {})
+    _, rows, _, _ = hook.reads(SimpleNamespace(expert_map=local), None, arguments, {})
     assert rows.tolist() == [[-1, 1], [-1, 0]]
     assert rows.dtype is torch.int64
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from ...config import PrefetchConfig
 from ...ending import end_with
 from ...homes import banks_beyond
+from ...measuring import chooses_packing
 from ...memory.ledger import Purpose
 from ...memory.store import HostStore, copy_value, send_parameter
 from ...packed import pack_bank
@@ -54,6 +56,8 @@ def prefetch_layers(layers: Sequence[Any], config: PrefetchConfig, device: torch
     for layer in layers:
         refuse_layer(layer)
     home = stream_device(device)
+    if config.pack == "auto":
+        config = replace(config, pack=chooses_packing({home}, pins=config.pin_budget != 0))
     # Whatever is made here outlives the call, which runs under inference_mode.
     with torch.inference_mode(False), torch.no_grad():
         banks = [bank_of(index, layer) for index, layer in enumerate(layers)]

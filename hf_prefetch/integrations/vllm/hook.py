@@ -39,13 +39,13 @@ class LayerHook(ExpertPrefetchHook):
 
     def reads(
         self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[int | None, torch.Tensor | None, bool]:
-        """All kernels that are let through read the routed rows alone."""
+    ) -> tuple[int | None, torch.Tensor | None, bool, bool]:
+        """All kernels that are let through read the routed rows alone, and need not show it."""
         ids, local = self.bank.ids(args, kwargs), module.expert_map
         assert ids is not None, "a modular kernel is given ids"
         # With expert parallelism ids are global, and this worker has a part of the experts; -1 stands for the others.
         rows = (ids if local is None else local[ids.long()]).long()
-        return ids.numel(), rows, self.bank.takes_other_ids
+        return ids.numel(), rows, self.bank.takes_other_ids, False
 
     def renumber(self, module: nn.Module, rows: int) -> None:
         """Nothing to tell: ids below the number of rows are good ids, and kernels ask the weights how many they have."""
