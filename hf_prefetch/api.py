@@ -302,7 +302,7 @@ def _say(scheduler: PrefetchScheduler, found: Discovery, homes: Homes) -> None:
     if refusals:
         warnings.warn(
             f"hf_prefetch: {pageable / 2**20:,.0f} of {ledger.held(Purpose.BANKS) / 2**20:,.0f} MiB of experts could not be "
-            f"page-locked: {refusals[0]}. They are copied from pageable memory: several times slower, with the same output. "
+            f"page-locked: {refusals[0]}. They reach the device more slowly, with the same output. "
             "Raise the limit on locked memory (ulimit -l; a container's memlock) and enable it again.",
             RuntimeWarning,
             stacklevel=4,

@@ -42,6 +42,9 @@ def _end(scheduler: PrefetchScheduler, model: weakref.ref[nn.Module], owner: int
     if exits:
         if scheduler.lock.acquire(timeout=_PATIENCE):
             scheduler.close()
+    elif scheduler.runs_here():
+        # A collection that came in one of the scheduler's own threads, which would wait for itself.
+        threading.Thread(target=_close, args=(scheduler,), daemon=True).start()
     elif scheduler.is_capturing():
         _Later(scheduler)
     else:

@@ -48,6 +48,8 @@ class Report:
         device_bytes: device memory held for slots, and `cache_bytes` for row caches, of `cache_asked`.
         host_bytes: host memory held for banks, and `pinned_bytes` the page-locked part of it.
         weight_bytes: bytes of those banks' weights, which is more where they are packed.
+        staging_bytes: host memory held for the chunks through which banks go that are not page-locked.
+        staged_bytes: bytes that came through them, which took `staged_seconds` to get there, whatever else happened meanwhile.
     """
 
     slots: int
@@ -75,6 +77,9 @@ class Report:
     host_bytes: int
     pinned_bytes: int
     weight_bytes: int
+    staging_bytes: int
+    staged_bytes: int
+    staged_seconds: float
 
     @property
     def hit_rate(self) -> float | None:
@@ -106,6 +111,7 @@ class Report:
             ("expert banks", f"{self.banks:,}", f"in host memory, {self.resident_banks:,} more stay on the device{idle}"),
             ("slots", f"{self.slots}", f"{shown(self.device_bytes)} on the device"),
             ("host memory", shown(self.host_bytes), pinned),
+            *self._staging_rows(),
             ("lookahead hits", f"{self.lookahead_hits:,}", of_calls),
             ("routed calls", f"{self.routed_calls:,}", "of few tokens (decode), which sent the experts that they use"),
             ("cached calls", f"{self.cached_calls:,}", cached),
@@ -114,6 +120,14 @@ class Report:
             ("sent to device", shown(self.bytes_to_device), copies),
             ("stall", f"{self.stall_seconds:.3f} s", "in which the device stood waiting for experts"),
             ("fallbacks", f"{self.fallbacks:,}", "failures answered by a slower way" if self.fallbacks else "nothing failed"),
+        ]
+
+    def _staging_rows(self) -> list[tuple[str, str, str]]:
+        if not self.staged_bytes:
+            return []
+        rate = f", read at {self.staged_bytes / self.staged_seconds / 1e9:,.1f} GB/s" if self.staged_seconds else ""
+        return [
+            ("staging", shown(self.staging_bytes), f"of chunks, by which {shown(self.staged_bytes)} went to the device{rate}")
         ]
 
     def __str__(self) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+import time
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +17,8 @@ from hf_prefetch.scheduling.scheduler import PrefetchScheduler
 from hf_prefetch.testing import FakeDevice, RaceChecker
 
 FEW, MANY = 1, 1000
+# Seconds that a read takes: longer than whatever does not wait for it.
+SLOWLY = 0.002
 
 
 class Experts(nn.Module):
@@ -33,21 +38,44 @@ class Streaming:
 
     Every use of a bank launches a kernel that runs as late as the device's policy likes and compares what it reads with
     the bank's bytes. Before a slot is released it is poisoned on the compute stream, so nobody may live off leftovers.
+
+    With `pinned` only the first so many banks are page-locked. The others go through the staging ring, whose reads take their
+    time, and say what they write.
     """
 
-    def __init__(self, banks: int, slots: int, device: FakeDevice, *, widths: Iterable[int] = (), cached_rows: int = 0) -> None:
+    def __init__(
+        self,
+        banks: int,
+        slots: int,
+        device: FakeDevice,
+        *,
+        widths: Iterable[int] = (),
+        cached_rows: int = 0,
+        pinned: int | None = None,
+    ) -> None:
         self.device = device
+        self.reads = 0
         sizes = [*widths, *[8] * banks][:banks]
         self.model = nn.ModuleList(Experts(index + 1, width) for index, width in enumerate(sizes))
         self.banks: tuple[ExpertBank, ...] = find_banks(self.model).banks
-        self.store = HostStore()
+        self.store = HostStore(None if pinned is None else sum(bank.nbytes for bank in self.banks[:pinned]))
         for bank in self.banks:
             self.store.adopt(bank, device)
+            if pinned is not None:
+                stored = self.store[bank]
+                object.__setattr__(stored, "read", functools.partial(self._read, stored.read))
         budget = cached_rows * sum(bank.layout.row_nbytes for bank in self.banks)
         config = PrefetchConfig(slots=slots, expert_cache=budget)
         self.scheduler = PrefetchScheduler(config, self.store, dict.fromkeys(self.banks, device))
         self.uses = 0
         self.wrong: list[str] = []
+
+    def _read(self, read, begin: int, destination: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
+        self.reads += 1
+        time.sleep(SLOWLY)
+        with self.device.computing(writes=[destination], label="a read"):
+            read(begin, destination)
+        self.reads -= 1
 
     def use(self, index: int, routed_ids: int | None = MANY, *, fails: bool = False) -> None:
         """One call of an experts module, as its hook makes it."""
@@ -118,4 +146,5 @@ class Streaming:
         self.check()
         assert self.device.allocated_bytes == 0, "slots outlive the scheduler"
         assert self.device.registered_bytes == 0, "page locks outlive the scheduler"
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("hf_prefetch_staging")]
         RaceChecker().assert_clean(self.device.log)

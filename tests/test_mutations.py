@@ -10,17 +10,20 @@ import contextlib
 import inspect
 import itertools
 import sys
+import threading
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import hf_prefetch
-from hf_prefetch.device import cache, slots
+from hf_prefetch.device import cache, slots, staging
 from hf_prefetch.testing import FakeDevice, FakeEvent, FakeStream
 from hf_prefetch.testing.watcher import Watcher
-from streaming import FEW, MANY, Streaming
+from streaming import FEW, MANY, SLOWLY, Streaming
 
 MUTATED = "mutated_module"
 ORDERING = {"wait", "record", "synchronize"}
@@ -36,7 +39,7 @@ def is_ordering(node: ast.AST) -> bool:
     )
 
 
-ORIGINALS = {"slots": slots, "cache": cache}
+ORIGINALS = {"slots": slots, "cache": cache, "staging": staging}
 SOURCES = {name: inspect.getsource(module) for name, module in ORIGINALS.items()}
 LINES = [(name, node.lineno) for name, source in SOURCES.items() for node in ast.walk(ast.parse(source)) if is_ordering(node)]
 
@@ -130,13 +133,61 @@ def suite() -> None:
         with device.use(device.stream("side")):
             streaming.use_cached(0, [0])
         streaming.close()
+        staged(slot_count, policy)
+
+
+class SlowDevice(FakeDevice):
+    """Whoever enqueues a copy from another thread than the main one takes some time for it, and `begins` before."""
+
+    def __init__(self, policy: str | int) -> None:
+        super().__init__(policy)
+        self.begins = threading.Event()
+
+    def copy(self, stream: FakeStream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self.begins.set()
+            time.sleep(SLOWLY)
+        super().copy(stream, destination, source)
+
+
+def staged(slot_count: int, policy: str | int) -> None:
+    """Banks of which only the first ones are page-locked; the others come through the staging ring."""
+    device = SlowDevice(policy)
+    streaming = Streaming(5, slot_count, device, pinned=2)
+    streaming.run(range(5))
+    with device.use(device.stream("side")):
+        streaming.run(range(5))
+    streaming.check()
+    # A pass breaks off while banks are on their way; their slots are taken by rows, and by banks that need no staging.
+    for take in (lambda bank: streaming.use_rows(bank, [1]), streaming.use):
+        streaming.run(range(5))
+        with pytest.raises(ValueError, match="inside"):
+            streaming.use(2, fails=True)
+        streaming.use(2)
+        device.begins.clear()
+        assert device.begins.wait(10)
+        streaming.scheduler.break_off()
+        take(0)
+        take(1)
+    streaming.check()
+    # Nothing reads host memory any more when that may be written to.
+    streaming.use(2)
+    streaming.scheduler.settle()
+    assert streaming.reads == 0
+    # The ring is closed while copies from it are under way, and comes again.
+    streaming.use(3)
+    (lane,) = set(streaming.scheduler._lane_of.values())
+    lane.staging.close()
+    streaming.run(range(5))
+    streaming.use(2)
+    streaming.close()
 
 
 @pytest.fixture(name="scheduler_with")
 def _scheduler_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     def use(name: str, line: int | None) -> None:
         module = without(name, line)
-        kind = {"slots": "SlotRing", "cache": "RowCaches"}[name]
+        kind = {"slots": "SlotRing", "cache": "RowCaches", "staging": "StagingRing"}[name]
         monkeypatch.setattr(f"hf_prefetch.scheduling.lane.{kind}", getattr(module, kind))
 
     yield use
@@ -154,6 +205,7 @@ def test_there_are_lines_to_remove() -> None:
     """Orderings of slots and of caches, and those of closing; fewer means that this test looks in the wrong place."""
     assert [name for name, _ in LINES].count("slots") >= 7
     assert [name for name, _ in LINES].count("cache") >= 5
+    assert [name for name, _ in LINES].count("staging") >= 5
 
 
 @pytest.mark.parametrize(
@@ -169,7 +221,7 @@ def test_a_missing_ordering_is_noticed(name: str, line: int, scheduler_with) -> 
 def test_ordering_lives_in_two_files() -> None:
     """No other file of the package waits, records or synchronises, so nothing escapes the test above."""
     # The benchmark and the timeline read a clock of the device, which orders nothing.
-    elsewhere = {"streams.py", "device/slots.py", "device/cache.py", "bench.py", "timeline.py"}
+    elsewhere = {"streams.py", "device/slots.py", "device/cache.py", "device/staging.py", "bench.py", "timeline.py"}
     elsewhere.add("device/uploads.py")  # whose lines test_uploads.py takes out
     root = Path(hf_prefetch.__file__).parent
     for path in root.rglob("*.py"):

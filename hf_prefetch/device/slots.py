@@ -11,7 +11,9 @@ A slot is filled on the copy stream, or with single rows on the compute stream, 
     write after write   two fills are on the copy stream, which runs in order; rows come before `slot.free` of their
                         release, for which a fill waits; `fill_rows` waits for `slot.ready` of the fill before it
 
-Nothing else orders anything: there is no host synchronisation outside `close`.
+Nothing else orders anything: there is no host synchronisation outside `close`, but for banks that are not page-locked. These
+come through the staging ring (see there), whose thread enqueues their copies, so `hold` waits on the host until it has, and
+whoever takes the slot for something else until it has stopped.
 
 [Note: slots and graphs]
 While a CUDA graph is captured nothing outside it can be waited for, and what it does is done again at each replay, whenever
@@ -35,6 +37,7 @@ from ..streams import StreamDevice
 from ..timeline import Timeline
 from .cache import RowCache
 from .rows import RowCounter, RowSender
+from .staging import StagingRing, Upload
 from .table import Assignment
 
 __all__ = ["Slot", "SlotRing", "SlotState"]
@@ -62,6 +65,7 @@ class Slot:
         found: which rows these are, each once.
         bank: index of the bank whose bytes are here or on their way; None when free.
         version: of the bank's bytes, see `StoredBank.version`.
+        upload: by which the staging ring brings the bank, until somebody has waited for it.
     """
 
     buffer: torch.Tensor
@@ -69,6 +73,7 @@ class Slot:
     free: Any
     state: SlotState = SlotState.FREE
     bank: int | None = None
+    upload: Upload | None = None
     version: tuple[int, ...] = ()
     was_filled: bool = False
     is_leased: bool = False
@@ -99,10 +104,11 @@ class SlotRing:
         timeline: where copies are noted, while somebody records them.
     """
 
-    def __init__(self, device: StreamDevice, slot_nbytes: int, sender: RowSender) -> None:
+    def __init__(self, device: StreamDevice, slot_nbytes: int, sender: RowSender, staging: StagingRing) -> None:
         self.device = device
         self.slot_nbytes = slot_nbytes
         self._sender = sender
+        self._staging = staging
         self.timeline: Timeline | None = None
         self._slots: list[Slot] = []
         self._step = 0
@@ -131,6 +137,7 @@ class SlotRing:
 
     def shrink(self, count: int) -> None:
         """Free slots until there are `count`, after their last copy and kernel have ended; those that graphs know come last."""
+        self.forget_what_was_sent_ahead()
         self.settle()
         self._slots.sort(key=lambda slot: not slot.is_leased)
         del self._slots[count:]
@@ -159,8 +166,19 @@ class SlotRing:
         # Until the record below the slot belongs to nobody: an interrupt in between costs this copy and nothing else.
         slot.state, slot.bank, slot.was_filled, slot.has_rows_only = SlotState.FREE, None, True, False
         slot.version = stored.version
+        self._stop_upload(slot)
         copy_stream = self.device.copy_stream()
         self.device.wait(copy_stream, slot.free)
+        if self._staging.takes(stored):
+            slot.upload = Upload(stored, slot.buffer[: stored.bank.nbytes], slot.ready, self.timeline)
+            self._staging.send(slot.upload)
+        else:
+            self._copy(slot, stored, copy_stream, note)
+        slot.state, slot.bank = SlotState.FILLED, stored.bank.index
+        return True
+
+    def _copy(self, slot: Slot, stored: StoredBank, copy_stream: Any, note: Callable[[int, Any, Any], None] | None) -> None:
+        """Enqueue the copy of a bank's block."""
         begin = self.device.mark(copy_stream) if self.timeline or note else None
         self.device.copy(copy_stream, slot.buffer[: stored.bank.nbytes], stored.block)
         self.device.record(slot.ready, copy_stream)
@@ -170,20 +188,34 @@ class SlotRing:
                 self.timeline.add("copy", stored.bank.name, self.device, begin, end)
             if note:
                 note(stored.bank.nbytes, begin, end)
-        slot.state, slot.bank = SlotState.FILLED, stored.bank.index
-        return True
+
+    def holds_host(self, stored: StoredBank) -> bool:
+        """Whether `fill` keeps the host from enqueuing anything else meanwhile."""
+        return not self._staging.takes(stored) and self.device.holds_host(pinned=stored.is_pinned)
 
     def forget_if_changed(self, stored: StoredBank) -> None:
         """Let go of a bank that was sent ahead, if its weights in host memory have been written to since."""
         slot = self.slot_of(stored.bank.index)
         if slot is not None and slot.state is SlotState.FILLED and slot.version != stored.version:
-            slot.state, slot.bank = SlotState.FREE, None
+            self._let_go(slot)
 
     def forget_what_was_sent_ahead(self) -> None:
         """Let go of every bank that nobody has asked for: it was sent for a pass that is over."""
         for slot in self._slots:
             if slot.state is SlotState.FILLED:
-                slot.state, slot.bank = SlotState.FREE, None
+                self._let_go(slot)
+
+    def _let_go(self, slot: Slot) -> None:
+        slot.state, slot.bank = SlotState.FREE, None
+        if slot.upload is not None:
+            self._staging.cancel(slot.upload)
+
+    def _stop_upload(self, slot: Slot) -> None:
+        """Hold the host until the staging ring enqueues nothing more for a slot."""
+        if slot.upload is not None:
+            self._staging.cancel(slot.upload)
+            self._staging.synchronize(slot.upload)
+            slot.upload = None
 
     def fill_rows(self, stored: StoredBank, ids: torch.Tensor, counter: RowCounter, cache: RowCache | None = None) -> bool:
         """Hold a slot for a bank and enqueue, on the compute stream, the copy of the rows that `ids` names.
@@ -194,12 +226,14 @@ class SlotRing:
         slot, capturing = self.slot_of(stored.bank.index), self.device.is_capturing()
         if slot is not None and capturing and slot.state is SlotState.FILLED:
             # It was sent ahead: its event can't be waited for, and the slot will be taken for other banks.
-            slot.state, slot.bank, slot = SlotState.FREE, None, None
+            self._let_go(slot)
+            slot = None
         if slot is None:
             slot = self._slot_for_graphs() if capturing else self._next_slot(keep=())
             if slot is None:
                 return False
             if not capturing:
+                self._stop_upload(slot)
                 compute_stream = self.device.compute_stream()
                 self.device.wait(compute_stream, slot.free)
                 if slot.was_filled:
@@ -223,16 +257,28 @@ class SlotRing:
 
         Raises:
             KeyError: the bank is in no slot.
+            Exception: it could not be read; the next `fill` tries again.
         """
         slot = self.slot_of(bank)
         if slot is None:
             raise KeyError(f"bank {bank} is in no slot")
+        if slot.upload is not None:
+            self._finish_upload(slot)
         if not slot.has_rows_only:
             self.device.wait(self.device.compute_stream(), slot.ready)
             # Whoever writes next waits for `free`, which is recorded behind this.
             slot.was_filled = False
         slot.state = SlotState.HELD
         return slot.tensors(layout)
+
+    def _finish_upload(self, slot: Slot) -> None:
+        assert slot.upload is not None
+        try:
+            self._staging.wait(slot.upload)
+        except BaseException:
+            self._let_go(slot)
+            raise
+        slot.upload = None
 
     def release(self, bank: int) -> None:
         """The forward that read a bank is enqueued: its slot may be refilled once that has run. Idempotent."""
@@ -270,6 +316,9 @@ class SlotRing:
         """
         if not self._slots:
             return
+        for slot in self._slots:
+            if slot.upload is not None:
+                self._staging.synchronize(slot.upload)
         if any(slot.is_leased for slot in self._slots):
             # Replays of graphs leave no event behind.
             self.device.settle()

@@ -19,6 +19,7 @@ class Purpose(Enum):
     CACHES = "row caches on the device"
     BANKS = "expert banks in host memory"
     PINNED = "page-locked part of the banks"
+    STAGING = "staging buffers in host memory"
 
 
 class Ledger:

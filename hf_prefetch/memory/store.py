@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -49,6 +50,16 @@ class StoredBank:
     def is_pinned(self) -> bool:
         """Whether the block is page-locked."""
         return self.arena.is_pinned
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether its bytes are in files, so that it has no block."""
+        return False
+
+    def read(self, begin: int, destination: torch.Tensor) -> None:
+        """Bring the bytes from `begin` on, as many as fit, into `destination`: flat uint8 on the CPU. On whatever thread."""
+        # torch would start threads of its own for each of those that call this.
+        np.copyto(destination.numpy(), self.block[begin : begin + destination.numel()].numpy())
 
     @property
     def version(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from ..config import DEFAULT_GATE
 from ..device.cache import RowCache, RowCaches
 from ..device.rows import RowCounter, RowSender
 from ..device.slots import SlotRing
+from ..device.staging import StagingRing
 from ..memory.ledger import Purpose
 from ..memory.store import HostStore
 from ..report import Counters
@@ -90,13 +91,16 @@ class Lane:
         self._sender = sender = RowSender(device)
         self.replacement = Replacement()
         self.order = LookaheadOrder([bank.index for bank in banks])
-        self.ring = SlotRing(device, max(bank.nbytes for bank in banks), sender)
+        largest = max(bank.nbytes for bank in banks)
+        self.staging = StagingRing(device, largest)
+        self.ring = SlotRing(device, largest, sender, self.staging)
         sizes = [bank.layout.row_nbytes for bank in banks if bank.layout.has_rows]
         self._cache_budget, self._row_nbytes = cache_budget, sum(sizes)
         rows = cache_rows(sizes, cache_budget)
         self.caches = RowCaches(device, sender, min(rows, max(bank.num_experts for bank in banks)), self.replacement.decay)
         store.ledger.add(Purpose.SLOTS, self.ring.held)
         store.ledger.add(Purpose.CACHES, self.caches.held)
+        store.ledger.add(Purpose.STAGING, self.staging.held)
         self._store = store
         self._counters = counters
         self._counted = RowCounter(device)
@@ -118,9 +122,10 @@ class Lane:
 
     def look_ahead(self, bank: ExpertBank, *, in_acquire: bool) -> None:
         """Send the banks that are expected after this one, as many as there are slots for at this moment."""
-        holds_host = in_acquire and self.device.holds_host(pinned=self._store[bank].is_pinned)
-        depth = depth_in_acquire(self.slots + self.opens, holds_host=holds_host) if in_acquire else LOOKAHEAD
-        expected = self.order.ahead(bank.index, depth)
+        expected = self.order.ahead(bank.index, LOOKAHEAD)
+        if in_acquire:
+            holds_host = any(self.ring.holds_host(self._store[self._store.bank(index)]) for index in expected)
+            expected = expected[: depth_in_acquire(self.slots + self.opens, holds_host=holds_host)]
         for index in expected:
             self.send(self._store.bank(index), ahead=True, keep=(bank.index, *expected))
 
@@ -356,6 +361,7 @@ class Lane:
         """Free what is held on the device. Idempotent."""
         self.ring.close()
         self.caches.close()
+        self.staging.close()
 
     def _counter(self, bank: ExpertBank) -> RowCounter:
         return self._counters.rows_of(bank.index, bank.layout.row_nbytes, self.device)

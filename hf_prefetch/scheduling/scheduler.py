@@ -234,6 +234,9 @@ class PrefetchScheduler:
                 cache_asked=self.config.cache_budget,
                 host_bytes=ledger.held(Purpose.BANKS),
                 pinned_bytes=ledger.held(Purpose.PINNED),
+                staging_bytes=ledger.held(Purpose.STAGING),
+                staged_bytes=sum(lane.staging.nbytes for lane in lanes),
+                staged_seconds=sum(lane.staging.seconds for lane in lanes),
                 weight_bytes=sum(bank.weight_nbytes for bank in self.banks),
             )
 
@@ -318,6 +321,10 @@ class PrefetchScheduler:
         """Whether a CUDA graph is being captured on the current stream of one of the devices."""
         return any(lane.device.is_capturing() for lane in self._lane_of.values())
 
+    def runs_here(self) -> bool:
+        """Whether the current thread is one that the scheduler has started."""
+        return any(lane.staging.runs_here() for lane in self._lane_of.values())
+
     def stop(self) -> None:
         """Wait for the last copy and kernel, and free the slots and caches. Idempotent; `acquire` raises from here on.
 
@@ -336,6 +343,9 @@ class PrefetchScheduler:
             self._closed = True
             if not self._is_leased:
                 self._free()
+            for lane in dict.fromkeys(self._lane_of.values()):
+                # Graphs read page-locked memory only.
+                lane.staging.close()
 
     def close(self) -> None:
         """`stop`, then end all page locks: what is left to do when the model is gone. Idempotent."""

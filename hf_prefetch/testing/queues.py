@@ -10,6 +10,7 @@ it runs (a kernel that synchronises with work behind itself); `DeadlockError` sa
 from __future__ import annotations
 
 import enum
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -117,11 +118,12 @@ class Queues:
         """How many operations have run: a clock without jitter."""
         self._streams: dict[str, FakeStream] = {}
         self._depth = 0
+        self._thread = 0
 
     @property
     def running(self) -> bool:
-        """Whether an operation is running right now, so that what happens is its doing and not the program's."""
-        return self._depth > 0
+        """Whether this thread is running an operation right now, so that what happens is its doing and not the program's."""
+        return self._depth > 0 and self._thread == threading.get_ident()
 
     def stream(self, name: str) -> FakeStream:
         """The stream of that name, made on first use."""
@@ -202,6 +204,7 @@ class Queues:
 
     def _run(self, operation: Operation) -> None:
         operation.state = State.RUNNING
+        self._thread = threading.get_ident()
         self._depth += 1
         try:
             if operation.run is not None:
