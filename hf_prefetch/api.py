@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from .ending import end_with
 from .guards import guard, unguard
 from .homes import Device, Homes, choose_homes
 from .hooks import ExpertPrefetchHook, announce, attach, detach, hook_of
+from .kept import IN_MEMORY, Files, Kept
 from .measuring import chooses_packing
 from .memory.ledger import Purpose
 from .memory.store import HostStore, Load, copy_value
@@ -47,6 +49,8 @@ def enable_expert_prefetch(
     gpu_memory: int | str | None = None,
     expert_cache: int | str | float | None = None,
     pin_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
     pack: bool | str | None = None,
     progress: bool | None = None,
 ) -> Model:
@@ -68,7 +72,11 @@ def enable_expert_prefetch(
         expert_cache: device memory in which the experts that decoding uses stay from token to token, in bytes or as "4GiB", or
             as a share of `gpu_memory` such as 0.5, of whose budget it is a part. None is no cache.
         pin_memory: host memory that may be page-locked, in bytes or as "40GiB"; None is as much as the experts take, 0 is none.
-            Page-locked memory can't be paged out or used otherwise. Experts beyond it are copied several times more slowly.
+            Page-locked memory can't be paged out or used otherwise. Experts beyond it go through a small page-locked buffer.
+        host_memory: host memory for experts, in bytes or as "40GiB". Those of layers beyond it are kept in files and read ahead
+            of use, as fast as the disk is. Experts that accelerate has offloaded to disk stay where they are.
+        offload_folder: where other experts beyond `host_memory` are written to. The files take no space any more when the
+            model is disabled or gone.
         pack: keep bfloat16 experts packed: in three quarters of their bytes, without the loss of a bit, in host memory and on
             the way to the device. They are unpacked there for each call, in memory that takes the place of one slot. "auto"
             measures for a moment whether that is faster here; it never is without a GPU and Triton. None, the default, leaves
@@ -96,6 +104,8 @@ def enable_expert_prefetch(
         gpu_memory=gpu_memory,
         expert_cache=expert_cache,
         pin_memory=pin_memory,
+        host_memory=host_memory,
+        offload_folder=offload_folder,
         pack=pack,
         progress=progress,
     )
@@ -105,8 +115,19 @@ def enable_expert_prefetch(
     return enable(model, config, device)
 
 
-def enable(model: Model, config: PrefetchConfig, device: Device | None, load: Load = copy_value) -> Model:
-    """Enable a model. `load` writes a Parameter's value to where it goes, from wherever it is: it may still be in a file."""
+def enable(
+    model: Model,
+    config: PrefetchConfig,
+    device: Device | None,
+    load: Load = copy_value,
+    files: Files = IN_MEMORY,
+) -> Model:
+    """Enable a model.
+
+    Args:
+        load: writes a Parameter's value to where it goes, from wherever it is: it may still be in a file.
+        files: says of Parameters which those are.
+    """
     found = find_banks(model)
     homes = choose_homes(model, found.banks, device, config)
     _refuse_foreign_hooks(model, homes)
@@ -116,7 +137,7 @@ def enable(model: Model, config: PrefetchConfig, device: Device | None, load: Lo
     homes = replace(homes, host=host, resident=resident)
     undo = Undo()
     try:
-        scheduler = _install(model, config, homes, undo, load)
+        scheduler = _install(model, config, homes, undo, load, files)
         _say(scheduler, found, homes)
         return model
     except BaseException:
@@ -165,7 +186,7 @@ def _enabled(model: nn.Module) -> list[tuple[PrefetchScheduler, Undo]]:
     return found
 
 
-def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo, load: Load) -> PrefetchScheduler:
+def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo, load: Load, files: Files) -> PrefetchScheduler:
     """Enable a model.
 
     The way back from each step is added to `undo` before the step is taken, so an error or an interrupt in the middle of
@@ -179,6 +200,7 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
         config = replace(config, pack=True if pays else None)
     banks, store = tuple(homes.host), HostStore(config.pin_budget)
     taken = {module: TakenHooks(module) for bank in (*banks, *homes.resident) for module in bank.owners}
+    kept = Kept(banks, config, load, files)
     stay = {id(parameter) for bank in banks for parameter in bank.parameters.values()}
     placement = Placement(model, stay, load)
     undo.add(placement.restore)
@@ -194,8 +216,14 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
         for found, home in homes.host.items():
             for module in found.owners:
                 undo.add(taken[module].give_back)
-                taken[module].take()
+                taken[module].take(leave_in_files=found in kept)
             found.rebind()
+            if found in kept:
+                undo.add(store.give_back, found)
+                store.leave(found, kept.source(found), kept.wants_back)
+                host[found] = home
+                bar.update(found.nbytes)
+                continue
             for module in found.owners:
                 # What accelerate gets back has to be what it can compute with.
                 undo.add(taken[module].share, found)

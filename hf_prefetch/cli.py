@@ -158,8 +158,31 @@ PinMemory = Annotated[
 ]
 
 
+def _check_host_memory(value: str | None) -> str | None:
+    with _refusing(ValueError):
+        PrefetchConfig(host_memory=value)
+    return value
+
+
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        callback=_check_host_memory,
+        help='Host memory for experts, as "40GiB": those beyond it stay in the files of the checkpoint and are read ahead.',
+    ),
+]
+OffloadFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--offload-folder", help="Where experts beyond --host-memory are written that can't be read as they lie there."
+    ),
+]
+
+
 def _config(slots: int, **options: Any) -> PrefetchConfig:
-    with _refusing(ValueError, option="--expert-cache" if options["expert_cache"] else None):
+    named = {"--expert-cache": "expert_cache", "--offload-folder": "offload_folder", "--pack": "pack"}
+    with _refusing(ValueError, option=next((option for option, name in named.items() if options.get(name)), None)):
         return PrefetchConfig(slots=slots, **options)
 
 
@@ -178,6 +201,8 @@ def generate(
     gpu_memory: GpuMemory = None,
     expert_cache: ExpertCache = None,
     pin_memory: PinMemory = None,
+    host_memory: HostMemory = None,
+    offload_folder: OffloadFolder = None,
     pack: Pack = None,
     report: Annotated[bool, typer.Option("--report", help="Print afterwards what prefetching did.")] = False,
 ) -> None:
@@ -187,7 +212,8 @@ def generate(
         sys.stdout.reconfigure(errors="replace")
     text = _prompt_text(prompt, prompt_file)
     options = {"n_cpu_moe": n_cpu_moe, "gpu_memory": gpu_memory, "expert_cache": expert_cache, "pin_memory": pin_memory}
-    config, home = _config(prefetch_experts_slots, pack=_PACKS[pack], **options), stream_device(device)
+    files = {"host_memory": host_memory, "offload_folder": offload_folder}
+    config, home = _config(prefetch_experts_slots, pack=_PACKS[pack], **options, **files), stream_device(device)
     tokenizer = load_tokenizer(model)
     writer = load_enabled(model, config, home) if config.slots else load_model(model).to(home.device)
     inputs = tokenizer(text, return_tensors="pt").to(writer.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -39,6 +40,9 @@ class PrefetchConfig:
             calls take decides; any other number is kept to.
         pin_memory: host memory that may be page-locked, in bytes or as "40GiB"; None: as much as the experts take. Those of
             layers beyond it are copied from pageable memory, which is several times slower.
+        host_memory: host memory for experts, in bytes or as "40GiB": those of layers beyond it stay in files and are read
+            ahead of use; None: all of them are in memory.
+        offload_folder: where experts beyond `host_memory` are written that can't be read from the checkpoint as they lie there.
         pack: keep bfloat16 experts in host memory in three quarters of their bytes, and unpack them on the device; "auto": if
             a short measurement finds that to be faster; None: those of a packed checkpoint, and no others.
         progress: show a progress bar while weights are moved; None shows one only where somebody would see it.
@@ -54,6 +58,8 @@ class PrefetchConfig:
     expert_cache: int | str | float | None = None
     lookahead_gate: int = DEFAULT_GATE
     pin_memory: int | str | None = None
+    host_memory: int | str | None = None
+    offload_folder: str | os.PathLike[str] | None = None
     pack: bool | str | None = None
     progress: bool | None = None
 
@@ -98,6 +104,14 @@ class PrefetchConfig:
             )
         if self.pin_memory is not None:
             object.__setattr__(self, "pin_memory", _size_in_bytes(self.pin_memory, "pin_memory", least=0))
+        if self.host_memory is not None:
+            object.__setattr__(self, "host_memory", _size_in_bytes(self.host_memory, "host_memory", least=0))
+            if self.pack is True:
+                raise ValueError("pack=True keeps all experts in host memory, so host_memory can't be given with it.")
+        if self.offload_folder is not None and not isinstance(self.offload_folder, str | os.PathLike):
+            raise TypeError(f"offload_folder must be a path, got {self.offload_folder!r}.")
+        if self.offload_folder is not None and self.host_memory is None:
+            raise ValueError("offload_folder is for experts beyond host_memory, which is not given. Give both or none.")
         if self.pack is not None and self.pack != "auto" and not isinstance(self.pack, bool):
             raise TypeError(f'pack must be True, False, "auto" or None, got {self.pack!r}.')
         if self.progress is not None and not isinstance(self.progress, bool):
@@ -112,6 +126,11 @@ class PrefetchConfig:
     def pin_budget(self) -> int | None:
         """`pin_memory` in bytes."""
         return self.pin_memory if isinstance(self.pin_memory, int) else None
+
+    @property
+    def host_budget(self) -> int | None:
+        """`host_memory` in bytes."""
+        return self.host_memory if isinstance(self.host_memory, int) else None
 
     @property
     def cache_budget(self) -> int:

@@ -20,7 +20,7 @@ __all__ = ["can_open", "is_plain", "made_of", "opened", "parts", "parts_of", "re
 
 def is_plain(parameter: torch.Tensor) -> bool:
     """Whether it is one tensor."""
-    return type(parameter) in (nn.Parameter, torch.Tensor)
+    return type(parameter) in (nn.Parameter, torch.Tensor) or getattr(type(parameter), "is_one_tensor", False)
 
 
 def parts(name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -101,7 +101,7 @@ def unfit(name: str, parameter: nn.Parameter) -> str | None:
         if not taken_apart or type(parameter).__module__.startswith("torch.distributed"):
             return f"{name} is a {kind}, a tensor type that can't be taken apart and put together again"
     for tensor in parts(name, parameter).values():
-        if type(tensor) not in (nn.Parameter, torch.Tensor):
+        if not is_plain(tensor):
             return f"{name} is a {kind} around a {type(tensor).__name__}, which can't be moved as bytes"
         if tensor.layout != torch.strided or tensor.is_quantized or not is_dense(tensor):
             return f"{name} is not a dense strided tensor"

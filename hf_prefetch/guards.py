@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .bank import ExpertBank
+from .memory.disk import OnDisk
 from .packed import PackedWeights
 from .scheduling.scheduler import PrefetchScheduler
 
@@ -99,7 +100,9 @@ def _save_from_host(
                 value = bank.parameters[key]
                 if prefix + name not in destination:
                     continue  # somebody has put something else in its place
-                if isinstance(value, PackedWeights):
+                if isinstance(value, OnDisk):
+                    destination[prefix + name] = value.read()
+                elif isinstance(value, PackedWeights):
                     destination[prefix + name] = value.unpacked()
                 elif in_a_call:
                     destination[prefix + name] = value if keep_vars else value.detach()

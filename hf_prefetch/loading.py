@@ -47,6 +47,8 @@ def from_pretrained(
     gpu_memory: int | str | None = None,
     expert_cache: int | str | float | None = None,
     pin_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
     pack: bool | str | None = None,
     progress: bool | None = None,
     **kwargs: Any,
@@ -63,6 +65,10 @@ def from_pretrained(
         slots: device buffers that the layers' experts rotate through, 3 is recommended, see `enable_expert_prefetch`. With 0
             this is transformers' own loading.
         device, n_cpu_moe, gpu_memory, expert_cache, pin_memory, pack: as for `enable_expert_prefetch`.
+        host_memory: host memory for experts, in bytes or as "40GiB". Those of layers beyond it stay in the files of the
+            checkpoint and are read ahead of use, as fast as the disk is.
+        offload_folder: for checkpoints that store experts in another form or type than the model has: where those beyond
+            `host_memory` are written once. The next time they are found there.
         progress: show one progress bar over all bytes; None shows it in terminals and notebooks.
         kwargs: whatever `AutoModelForCausalLM.from_pretrained` takes: dtype, revision, subfolder, trust_remote_code,
             attn_implementation, config and others, but not `device_map`.
@@ -90,6 +96,8 @@ def from_pretrained(
         gpu_memory=gpu_memory,
         expert_cache=expert_cache,
         pin_memory=pin_memory,
+        host_memory=host_memory,
+        offload_folder=offload_folder,
         pack=pack,
         progress=progress,
     )
@@ -118,7 +126,7 @@ def load_enabled(name: str | os.PathLike[str], config: PrefetchConfig, device: D
                 )
             unread = Unread(model, reader, PackedWeights)
             with _explained(model):
-                enable(model, config, device, unread.load)
+                enable(model, config, device, unread.load, unread)
             unread.load_rest()
         return result
     except BaseException:

@@ -6,7 +6,10 @@ taken over, and everything else goes to the device that computes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from math import prod
+from pathlib import Path
 from typing import TypeGuard
 
 import torch
@@ -16,6 +19,9 @@ from torch import nn
 
 from .bank import ExpertBank
 from .hooks import all_or_nothing, flatten, put_on
+from .memory.checkpoint import StoredTensor, read_headers
+from .memory.deferred import Stored
+from .memory.disk import OnDisk, replace_parameter
 from .memory.store import Load, copy_value, send_parameter
 
 __all__ = ["DeviceMap", "Placement", "TakenHooks", "is_dispatched", "offload_device"]
@@ -137,21 +143,35 @@ class TakenHooks:
         self.hook: ModelHook | None = hook if any(map(_offloads, flatten(hook))) else None
         self._others = [inner for inner in flatten(self.hook) if not _offloads(inner)]
         self._left_on: list[ModelHook] = []
+        self._devices: dict[AlignDevicesHook, dict[str, torch.device]] = {}
 
-    def take(self) -> None:
+    def take(self, *, leave_in_files: bool = False) -> None:
         """Take the offloading off; the weights come back as the module's own, on the CPU.
 
-        accelerate leaves weights that it keeps on disk on the meta device; they are read into memory here.
+        accelerate leaves weights that it keeps on disk on the meta device. They are read into memory here, or stay in their
+        files, if they shall.
         """
         if self.hook is None:
             return
         self.module.__dict__[_TAKEN] = self.hook
+        offloading = [hook for hook in flatten(self.hook) if _offloads(hook)]
+        if leave_in_files:
+            for hook in offloading:
+                before = self._devices[hook] = hook.original_devices
+                # What was elsewhere before, it would read.
+                meta = {name: torch.device("meta") for name in before if _recipe(hook.weights_map, name) is not None}
+                hook.original_devices = before | meta
         remove_hook_from_module(self.module)
-        for offloading in filter(_offloads, flatten(self.hook)):
+        for hook in offloading:
             for name, parameter in self.module._parameters.items():
                 if parameter is not None and parameter.is_meta:
-                    value = offloading.weights_map[name]
-                    self.module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    recipe = _recipe(hook.weights_map, name) if leave_in_files else None
+                    if recipe is not None:
+                        read = partial(hook.weights_map.__getitem__, name)
+                        self.module._parameters[name] = _in_files(parameter, recipe, read)
+                    else:
+                        value = hook.weights_map[name]
+                        self.module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         put_on(self.module, self._others)
         self._left_on = self._others
 
@@ -175,6 +195,32 @@ class TakenHooks:
         with all_or_nothing(self.module):
             remove_hook_from_module(self.module)
             put_on(self.module, back)
+        for hook, devices in self._devices.items():
+            hook.original_devices = devices
+
+
+def _in_files(parameter: nn.Parameter, recipe: Stored, read: Callable[[], torch.Tensor]) -> nn.Parameter:
+    """A Parameter that stays in its file."""
+    made = nn.Parameter(torch.empty(0), requires_grad=parameter.requires_grad)
+    replace_parameter(made, OnDisk.of(parameter, read))
+    made.recipe = recipe  # type: ignore[attr-defined]
+    return made
+
+
+def _recipe(weights: object, name: str) -> Stored | None:
+    """Where accelerate keeps a weight, if that is a file which can be read as it is."""
+    if isinstance(weights, PrefixedDataset):
+        return _recipe(weights.dataset, weights.prefix + name)
+    if not isinstance(weights, OffloadedWeightsLoader) or name in weights.state_dict or name not in weights.index:
+        return None
+    about = weights.index[name]
+    if about.get("safetensors_file") is not None:
+        stored = read_headers([about["safetensors_file"]])[about.get("weight_name", name)]
+        return Stored(stored, getattr(torch, about["dtype"]) if "dtype" in about else stored.dtype)
+    dtype = getattr(torch, about["dtype"])
+    shape = tuple(about["shape"])
+    file = Path(weights.save_folder, f"{name}.dat")
+    return Stored(StoredTensor(file, name, dtype, shape, 0, prod(shape) * dtype.itemsize), dtype)
 
 
 def _replace(weights: object, name: str, value: torch.Tensor) -> None:

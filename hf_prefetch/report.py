@@ -47,6 +47,7 @@ class Report:
         looks_ahead: whether banks can be sent ahead at all.
         device_bytes: device memory held for slots, and `cache_bytes` for row caches, of `cache_asked`.
         host_bytes: host memory held for banks, and `pinned_bytes` the page-locked part of it.
+        file_bytes: bytes of banks that are kept in files.
         weight_bytes: bytes of those banks' weights, which is more where they are packed.
         staging_bytes: host memory held for the chunks through which banks go that are not page-locked.
         staged_bytes: bytes that came through them, which took `staged_seconds` to get there, whatever else happened meanwhile.
@@ -76,6 +77,7 @@ class Report:
     unused_cache: bool
     host_bytes: int
     pinned_bytes: int
+    file_bytes: int
     weight_bytes: int
     staging_bytes: int
     staged_bytes: int
@@ -92,7 +94,7 @@ class Report:
         plain = self.calls - self.lookahead_calls - self.routed_calls - self.cached_calls
         of_calls = f"of {self.lookahead_calls:,} calls of many tokens (prefill)"
         pinned = f"{self.pinned_bytes / self.host_bytes:.0%} of it page-locked" if self.host_bytes else "nothing held"
-        if self.host_bytes and self.host_bytes < _PACKED * self.weight_bytes:
+        if self.host_bytes and self.host_bytes + self.file_bytes < _PACKED * self.weight_bytes:
             pinned += f"; packed, {shown(self.weight_bytes)} of weights"
         copies = f"{self.copies:,} whole banks ({self.unused_copies:,} unused) and single experts"
         ahead = "looks ahead" if self.looks_ahead else "does not look ahead: plain copies"
@@ -111,7 +113,7 @@ class Report:
             ("expert banks", f"{self.banks:,}", f"in host memory, {self.resident_banks:,} more stay on the device{idle}"),
             ("slots", f"{self.slots}", f"{shown(self.device_bytes)} on the device"),
             ("host memory", shown(self.host_bytes), pinned),
-            *self._staging_rows(),
+            *self._file_rows(),
             ("lookahead hits", f"{self.lookahead_hits:,}", of_calls),
             ("routed calls", f"{self.routed_calls:,}", "of few tokens (decode), which sent the experts that they use"),
             ("cached calls", f"{self.cached_calls:,}", cached),
@@ -122,13 +124,15 @@ class Report:
             ("fallbacks", f"{self.fallbacks:,}", "failures answered by a slower way" if self.fallbacks else "nothing failed"),
         ]
 
-    def _staging_rows(self) -> list[tuple[str, str, str]]:
-        if not self.staged_bytes:
-            return []
-        rate = f", read at {self.staged_bytes / self.staged_seconds / 1e9:,.1f} GB/s" if self.staged_seconds else ""
-        return [
-            ("staging", shown(self.staging_bytes), f"of chunks, by which {shown(self.staged_bytes)} went to the device{rate}")
-        ]
+    def _file_rows(self) -> list[tuple[str, str, str]]:
+        rows = []
+        if self.file_bytes:
+            rows.append(("files", shown(self.file_bytes), "of experts are kept there, and read ahead of use"))
+        if self.staged_bytes:
+            rate = f", read at {self.staged_bytes / self.staged_seconds / 1e9:,.1f} GB/s" if self.staged_seconds else ""
+            what = f"of chunks, by which {shown(self.staged_bytes)} went to the device{rate}"
+            rows.append(("staging", shown(self.staging_bytes), what))
+        return rows
 
     def __str__(self) -> str:
         rows = self.rows()

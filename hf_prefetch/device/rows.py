@@ -109,7 +109,7 @@ class RowSender:
             for there, here in zip(layout.specs, stored.bank.layout.specs, strict=True):
                 place = _place(here, expert)
                 if places[expert] < 0:
-                    self.device.copy(stream, slot[place], stored.block[place])
+                    self.device.copy(stream, slot[place], stored.bytes_of(place))
                 else:
                     slot[place].copy_(rows[_place(there, places[expert])])
         counter.add(len(chosen), sum(places[expert] < 0 for expert in chosen))
@@ -158,7 +158,7 @@ class RowSender:
         found = table.assign(ids)
         stream = self.device.compute_stream()
         for there, here in _moves(stored, layout, found):
-            self.device.copy(stream, rows[there], stored.block[here])
+            self.device.copy(stream, rows[there], stored.bytes_of(here))
         needed = len({i for i in ids.reshape(-1).tolist() if 0 <= i < stored.bank.num_experts})
         counter.add(needed, int(found.lists[0]))
         return found.ids

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from .checkpoint import StoredTensor, runs
 
-__all__ = ["Deferred", "Joined", "NotDeferrableError", "Packed", "Piece", "Recipe", "Stored", "pieces", "stored_in"]
+__all__ = ["LOOKS", "Deferred", "Joined", "NotDeferrableError", "Packed", "Piece", "Recipe", "Stored", "pieces", "stored_in"]
 
 
 class NotDeferrableError(Exception):
@@ -139,7 +139,7 @@ class Deferred(torch.Tensor):
         if func in _KNOWN:
             return _KNOWN[func](*args, **kwargs)
         name = func.__name__
-        if func in _ABOUT or name == "__set__":
+        if func in LOOKS or name == "__set__":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
@@ -242,7 +242,7 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     _getter("is_meta"): lambda tensor: False,
 }
 # What can be told without the values.
-_ABOUT = {
+LOOKS = {
     torch.Tensor.dim,
     torch.Tensor.element_size,
     torch.Tensor.is_complex,
@@ -257,5 +257,5 @@ _ABOUT = {
     torch.Tensor.__hash__,
     torch.is_floating_point,
     *map(_getter, ("shape", "dtype", "ndim", "itemsize", "nbytes", "layout", "is_sparse", "is_quantized")),
-    *map(_getter, ("requires_grad", "grad", "grad_fn", "is_leaf")),
+    *map(_getter, ("requires_grad", "grad", "grad_fn", "is_leaf", "_version")),
 }

@@ -18,6 +18,7 @@ class Purpose(Enum):
     SLOTS = "slots on the device"
     CACHES = "row caches on the device"
     BANKS = "expert banks in host memory"
+    FILES = "expert banks in files"
     PINNED = "page-locked part of the banks"
     STAGING = "staging buffers in host memory"
 

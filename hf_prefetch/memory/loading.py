@@ -166,7 +166,8 @@ class Unread:
                         kept.append(parameter)
                     module._parameters[name] = places[id(parameter)]
         self._all = list(places.values())
-        reader.still_to_read(sum(stored.nbytes for _, recipe in self._recipes.values() for stored in stored_in(recipe)))
+        self._is_finished = False
+        reader.still_to_read(self._left())
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if isinstance(buffer, Deferred):
@@ -189,6 +190,9 @@ class Unread:
             self._recipes[id(parameter)] = (parameter, recipe)
         return parameter
 
+    def _left(self) -> int:
+        return sum(stored.nbytes for _, recipe in self._recipes.values() for stored in stored_in(recipe))
+
     def __len__(self) -> int:
         return len(self._recipes)
 
@@ -203,10 +207,27 @@ class Unread:
             with torch.no_grad():
                 destination.copy_(parameter)
 
+    def recipe(self, parameter: nn.Parameter) -> Recipe | None:
+        """How to make a Parameter that was not read yet; None for others."""
+        found = self._recipes.get(id(parameter))
+        return found[1] if found else None
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        """A Parameter stays in its files: don't read it."""
+        found = self._recipes.pop(id(parameter), None)
+        if found is not None:
+            self._reader.still_to_read(self._left())
+
+    def wants_back(self) -> bool:
+        """Whether Parameters that stay in files shall be read when they are given back: not if loading was broken off."""
+        return self._is_finished
+
     def load_rest(self) -> None:
-        """Read whatever nobody has asked for, where it is."""
+        """Read whatever nobody has asked for, where it is. That is the end of loading."""
         for parameter, _ in list(self._recipes.values()):
             self.load(parameter, parameter.data)
+        self._all.clear()
+        self._is_finished = True
 
     def abandon(self) -> None:
         """Empty all Parameters that were to be read, those too that have been."""

@@ -1,10 +1,11 @@
-"""HostStore: the bytes of every expert bank in host memory, one arena a bank, and the way there and back."""
+"""HostStore: the bytes of every expert bank, in an arena of its own or still in files, and the way there and back."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from ..bank import ExpertBank
 from ..forms import is_plain, parts, replace_parts
 from ..streams import StreamDevice
+from .disk import FileSource, OnDisk, replace_parameter
 from .ledger import Ledger, Purpose
 from .pinned import Arena
 
@@ -31,35 +33,57 @@ def copy_value(parameter: torch.Tensor, destination: torch.Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class StoredBank:
-    """A bank in the store: its block in host memory, and on which device each of its parameters was before.
+    """A bank in the store: its block in host memory or its files, and on which device each of its parameters was before.
 
     `inference` are those that were made under inference_mode: they must hold memory made there when they are given back.
     """
 
     bank: ExpertBank
-    arena: Arena
+    arena: Arena | None
     origins: dict[str, torch.device]
     inference: frozenset[str] = frozenset()
+    source: FileSource | None = None
 
     @property
     def block(self) -> torch.Tensor:
         """The bank's bytes: a flat uint8 tensor in host memory, laid out as `bank.layout` says."""
+        assert self.arena is not None, "a bank in files has no block"
         return self.arena.block
 
     @property
     def is_pinned(self) -> bool:
         """Whether the block is page-locked."""
-        return self.arena.is_pinned
+        return self.arena is not None and self.arena.is_pinned
 
     @property
     def is_on_disk(self) -> bool:
         """Whether its bytes are in files, so that it has no block."""
-        return False
+        return self.source is not None
 
     def read(self, begin: int, destination: torch.Tensor) -> None:
         """Bring the bytes from `begin` on, as many as fit, into `destination`: flat uint8 on the CPU. On whatever thread."""
-        # torch would start threads of its own for each of those that call this.
-        np.copyto(destination.numpy(), self.block[begin : begin + destination.numel()].numpy())
+        if self.source is not None:
+            self.source.read(begin, destination)
+        else:
+            # torch would start threads of its own for each of those that call this.
+            np.copyto(destination.numpy(), self.block[begin : begin + destination.numel()].numpy())
+
+    def bytes_of(self, place: slice) -> torch.Tensor:
+        """Some of the bytes, in host memory: read now, if they are in files."""
+        if self.source is None:
+            return self.block[place]
+        with torch.inference_mode(False):
+            there = torch.empty(place.stop - place.start, dtype=torch.uint8)
+        self.source.read(place.start, there)
+        return there
+
+    def weights(self, name: str) -> torch.Tensor:
+        """One of the bank's tensors, read into memory of its own."""
+        (spec,) = (spec for spec in self.bank.layout.specs if spec.name == name)
+        with torch.inference_mode(False):
+            block = Arena(max(spec.nbytes, 1), shared=False).block[: spec.nbytes]
+            self.read(spec.offset, block)
+            return block.view(spec.dtype).as_strided(spec.shape, spec.stride)
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -88,11 +112,16 @@ class HostStore:
     def __init__(self, pin_budget: int | None = None) -> None:
         self._pin_budget = pin_budget
         self.ledger = Ledger()
-        self.ledger.add(Purpose.BANKS, lambda: sum(stored.bank.nbytes for stored in self._stored.values()))
+        self.ledger.add(Purpose.BANKS, lambda: sum(stored.bank.nbytes for stored in self._in(files=False)))
+        self.ledger.add(Purpose.FILES, lambda: sum(stored.bank.nbytes for stored in self._in(files=True)))
         self.ledger.add(Purpose.PINNED, lambda: sum(stored.bank.nbytes for stored in self._stored.values() if stored.is_pinned))
         self.refusals: list[str] = []
         self._stored: dict[int, StoredBank] = {}
+        self._wants_back: dict[int, Callable[[], bool]] = {}
         self._kept: list[Arena] | None = None
+
+    def _in(self, *, files: bool) -> list[StoredBank]:
+        return [stored for stored in self._stored.values() if stored.is_on_disk == files]
 
     def __getitem__(self, bank: ExpertBank) -> StoredBank:
         return self._stored[bank.index]
@@ -106,6 +135,8 @@ class HostStore:
         stored = self._stored.get(bank.index)
         if stored is None:
             return []
+        if stored.is_on_disk:
+            return [name for name, parameter in bank.parameters.items() if not isinstance(parameter, OnDisk)]
         begin, tensors = stored.block.data_ptr(), bank.parts()
         return [spec.name for spec in bank.layout.specs if tensors[spec.name].data_ptr() != begin + spec.offset]
 
@@ -142,6 +173,25 @@ class HostStore:
             replace_parts(name, parameter, views)
         self._pin(arena, device)
 
+    def leave(self, bank: ExpertBank, source: FileSource, wants_back: Callable[[], bool]) -> None:
+        """Have a bank's bytes in files, as they are there. Its Parameters, which stay the same objects, hold no memory.
+
+        Args:
+            bank: whose Parameters are one tensor each.
+            source: reads its bytes.
+            wants_back: whether the Parameters shall have their values again when the bank is given back.
+        """
+        origins = {name: _origin(parameter) for name, parameter in bank.parameters.items()}
+        inference = frozenset(name for name, parameter in bank.parameters.items() if parameter.is_inference())
+        stored = self._stored[bank.index] = StoredBank(bank, None, origins, inference, source)
+        self._wants_back[bank.index] = wants_back
+        for name, parameter in bank.parameters.items():
+            read = partial(stored.weights, name)
+            if isinstance(parameter, OnDisk):
+                parameter.read = read
+            else:
+                replace_parameter(parameter, OnDisk.of(parameter, read))
+
     def _may_pin(self, nbytes: int, device: StreamDevice) -> bool:
         """Whether so many bytes may be page-locked: the device can, the budget has room, and the system hasn't refused before.
 
@@ -159,18 +209,33 @@ class HostStore:
     def give_back(self, bank: ExpertBank) -> None:
         """Move a bank's Parameters back to the devices where they were; on the CPU they stay in their arena. Idempotent.
 
-        No copy from the arena may be under way. Where a device has no room any more, they stay in host memory and a
-        warning says so.
+        Those in files are read. No copy from the arena may be under way. Where a device has no room any more, they stay in host
+        memory and a warning says so.
         """
         stored = self._stored.get(bank.index)
         if stored is None:
             return
         try:
+            if stored.is_on_disk:
+                self._take_from_files(stored)
             _send_back(stored)
         except Exception:
             self._let_go(stored)
             raise
         self._let_go(stored)
+
+    def _take_from_files(self, stored: StoredBank) -> None:
+        wants_back = self._wants_back[stored.bank.index]()
+        for name, parameter in stored.bank.parameters.items():
+            if not isinstance(parameter, OnDisk):
+                continue
+            if stored.origins[name].type == "meta":
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            elif wants_back:
+                value = stored.weights(name)
+            else:
+                value = torch.empty(0, dtype=parameter.dtype)
+            replace_parameter(parameter, value)
 
     def keep_locked(self) -> None:
         """From here on banks that are given back leave their page-locked memory as it is, until `close`: graphs read it."""
@@ -185,11 +250,19 @@ class HostStore:
             self._let_go(stored)
 
     def _let_go(self, stored: StoredBank) -> None:
-        if self._kept is None:
+        if stored.source is not None:
+            stored.source.close()
+        if stored.arena is not None and self._kept is None:
             stored.arena.unpin()
-        else:
+        elif stored.arena is not None and self._kept is not None:
             self._kept.append(stored.arena)
+        self._wants_back.pop(stored.bank.index, None)
         self._stored.pop(stored.bank.index, None)
+
+
+def _origin(parameter: nn.Parameter) -> torch.device:
+    """Where it was; meta, if somebody else keeps its value in files and has put it there."""
+    return torch.device("meta") if isinstance(parameter, OnDisk) else parameter.device
 
 
 def _send_back(stored: StoredBank) -> None:

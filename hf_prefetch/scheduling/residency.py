@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..sizes import shown
 
-__all__ = ["NoRoomError", "cache_rows", "choose_host_banks", "first_banks", "spread"]
+__all__ = ["NoRoomError", "cache_rows", "choose_file_banks", "choose_host_banks", "first_banks", "spread"]
 
 
 class NoRoomError(ValueError):
@@ -37,6 +37,22 @@ def spread(count: int, banks: int) -> list[int]:
     if count == banks:
         return list(range(banks))
     return [1 + (2 * number + 1) * (banks - 1) // (2 * count) for number in range(count)]
+
+
+def choose_file_banks(sizes: Sequence[int], budget: int) -> list[int]:
+    """As few banks in files as a budget of host memory allows, as evenly between the others as they go.
+
+    What is read for them can then take the time of the copies in between.
+
+    Args:
+        sizes: bytes of each bank, in the order in which they are called.
+        budget: host memory for the others, in bytes.
+    """
+    for count in range(len(sizes)):
+        chosen = spread(count, len(sizes))
+        if sum(sizes) - sum(sizes[index] for index in chosen) <= budget:
+            return chosen
+    return list(range(len(sizes)))
 
 
 def choose_host_banks(sizes: Sequence[int], budget: int, slots: int) -> list[int]:

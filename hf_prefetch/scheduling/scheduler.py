@@ -233,6 +233,7 @@ class PrefetchScheduler:
                 cache_bytes=ledger.held(Purpose.CACHES),
                 cache_asked=self.config.cache_budget,
                 host_bytes=ledger.held(Purpose.BANKS),
+                file_bytes=ledger.held(Purpose.FILES),
                 pinned_bytes=ledger.held(Purpose.PINNED),
                 staging_bytes=ledger.held(Purpose.STAGING),
                 staged_bytes=sum(lane.staging.nbytes for lane in lanes),

@@ -1,0 +1,296 @@
+"""Banks whose bytes stay in files: where these lie, how they are read, and tensors that stand for such weights."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ..layout import BankLayout, TensorSpec
+from .checkpoint import StoredTensor, read_headers
+from .deferred import LOOKS, Packed, Recipe, Stored, pieces, stored_in
+
+__all__ = ["Extent", "FileSource", "OnDisk", "extents_of", "replace_parameter", "write_bank"]
+
+_METADATA = "hf_prefetch"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`nbytes` of a bank's block from `begin` on lie in one piece from `offset` of a tensor's file."""
+
+    begin: int
+    nbytes: int
+    stored: StoredTensor
+    offset: int
+
+
+def extents_of(layout: BankLayout, recipes: Mapping[str, Recipe | None]) -> list[Extent] | None:
+    """Where a bank's bytes lie in the files of a checkpoint, in the order of the block.
+
+    Args:
+        layout: of the bank.
+        recipes: how to make each of its tensors from the checkpoint.
+
+    Returns:
+        None if some of them don't lie there as they are: they are cast, say, or somebody has made them already.
+    """
+    found: list[Extent] = []
+    for spec in layout.specs:
+        recipe = recipes.get(spec.name)
+        if recipe is None or isinstance(recipe, Packed) or not _is_row_major(spec):
+            return None
+        # It says where each piece goes, without any memory.
+        whole = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        for piece in pieces(recipe, whole):
+            if piece.source.dtype != spec.dtype or not piece.destination.is_contiguous():
+                return None
+            begin = spec.offset + int(piece.destination.storage_offset()) * spec.dtype.itemsize
+            found.append(Extent(begin, piece.nbytes, piece.source, piece.offset))
+    return _joined(sorted(found, key=lambda extent: extent.begin))
+
+
+def _joined(extents: list[Extent]) -> list[Extent]:
+    """As few as possible: neighbours in the block that are neighbours in a file are one."""
+    joined: list[Extent] = []
+    for extent in extents:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.stored.file == extent.stored.file
+            and last.begin + last.nbytes == extent.begin
+            and last.offset + last.nbytes == extent.offset
+        ):
+            joined[-1] = Extent(last.begin, last.nbytes + extent.nbytes, last.stored, last.offset)
+        else:
+            joined.append(extent)
+    return joined
+
+
+def _is_row_major(spec: TensorSpec) -> bool:
+    return all(
+        size == 1 or stride == prod(spec.shape[dim + 1 :])
+        for dim, (size, stride) in enumerate(zip(spec.shape, spec.stride, strict=True))
+    )
+
+
+class FileSource:
+    """Reads a bank's bytes from files. The files stay open, so that one that is replaced meanwhile does no harm.
+
+    Args:
+        extents: where the bytes are. What lies in between is of no meaning.
+        unlink: take the files off the disk as soon as they are open: they are of no use to anybody else.
+    """
+
+    def __init__(self, extents: list[Extent], *, unlink: bool = False) -> None:
+        self._extents = extents
+        self._begins = [extent.begin for extent in extents]
+        self._files: dict[Path, tuple[FileIO, tuple[int, int]]] = {}
+        try:
+            for file in dict.fromkeys(extent.stored.file for extent in extents):
+                opened = FileIO(file, "r")
+                self._files[file] = opened, _state(opened)
+                if unlink:
+                    with suppress(OSError):
+                        file.unlink()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def files(self) -> int:
+        """In how many files the bank is."""
+        return len(self._files)
+
+    def read(self, begin: int, destination: torch.Tensor) -> None:
+        """Bring the bytes from `begin` of the block on, as many as fit, into `destination`: flat uint8 on the CPU.
+
+        May be called by several threads at once.
+
+        Raises:
+            OSError, ValueError: a file can't be read, has become shorter, or was written to; the message names it.
+        """
+        view, end = memoryview(destination.numpy()), begin + destination.numel()  # type: ignore[arg-type]
+        at = max(bisect.bisect_right(self._begins, begin) - 1, 0)
+        for extent in self._extents[at:]:
+            if extent.begin >= end:
+                break
+            first, last = max(begin, extent.begin), min(end, extent.begin + extent.nbytes)
+            if first < last:
+                self._read(extent, extent.offset + first - extent.begin, view[first - begin : last - begin])
+
+    def _read(self, extent: Extent, offset: int, view: memoryview) -> None:
+        opened, state = self._files[extent.stored.file]
+        try:
+            done = 0
+            while done < len(view):
+                count = _read_at(opened, view[done:], offset + done)
+                if not count:
+                    raise ValueError(f"{extent.stored.file} has become shorter: it ends inside {extent.stored.key!r}.")
+                done += count
+            if _state(opened) != state:
+                raise ValueError(f"{extent.stored.file} was written to while its weights are in use. Load the model again.")
+        except OSError as error:
+            raise OSError(error.errno, f"{extent.stored} can't be read: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        for opened, _ in self._files.values():
+            opened.close()
+
+
+def _state(opened: FileIO) -> tuple[int, int]:
+    status = os.fstat(opened.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def _read_at(opened: FileIO, view: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(opened.fileno(), [view], offset)
+    with open(opened.name, "rb", buffering=0) as stream:  # where files have one position for all threads
+        stream.seek(offset)
+        return stream.readinto(view) or 0
+
+
+class OnDisk(torch.Tensor):
+    """Stands for weights that stay in files. Whoever computes with them reads them first; nobody can write to them.
+
+    Attributes:
+        read: gives the weights as an ordinary tensor, in new memory.
+    """
+
+    # For `forms`: one tensor, like any other, as far as its shape and type go.
+    is_one_tensor = True
+    read: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def of(like: torch.Tensor, read: Callable[[], torch.Tensor]) -> OnDisk:
+        """Stands for a tensor of this shape and type, which on the CPU `read` gives."""
+        looks = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device="meta").as_subclass(OnDisk)
+        looks.read = read
+        return looks
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        if func in _SAME:
+            with torch._C.DisableTorchFunctionSubclass():
+                return OnDisk.of(args[0], args[0].read)
+        if func in _TOLD:
+            return _TOLD[func](args[0])
+        if func in LOOKS or name == "__set__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        if isinstance(args[0] if in_place and args else kwargs.get("out"), OnDisk):
+            raise RuntimeError(
+                "These weights stay in their files (host_memory=), so they can't be written to. Call "
+                "disable_expert_prefetch(model) first, which reads them into memory."
+            )
+        args, kwargs = tree_map_only(OnDisk, lambda weights: weights.read(), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+_SAME = {torch.Tensor.detach, _getter("data")}
+_TOLD: dict[Any, Callable[[Any], Any]] = {
+    _getter("device"): lambda _: torch.device("cpu"),
+    _getter("is_meta"): lambda _: False,
+    torch.Tensor.is_inference: lambda _: False,
+}
+
+
+def replace_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Make a Parameter of another kind of tensor. It stays the same object."""
+    requires_grad = parameter.requires_grad
+    with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(value, OnDisk):
+            other: torch.Tensor = value.requires_grad_(requires_grad)
+            other.__dict__["_is_param"] = True
+        else:
+            other = nn.Parameter(value, requires_grad=requires_grad)
+        torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+
+
+def write_bank(
+    folder: Path, name: str, layout: BankLayout, recipes: Mapping[str, Recipe | None], fill: Callable[[torch.Tensor], None]
+) -> FileSource:
+    """Write a bank to a safetensors file, unless it is there already, and read it from there from now on.
+
+    A file that was made of a checkpoint is kept, and used again as long as the checkpoint is the same. What was made of
+    weights in memory is of no use later: such a file is taken off the folder as soon as it is open.
+
+    Args:
+        folder: where the file goes.
+        name: of the bank.
+        layout: of the bank.
+        recipes: of which tensors of a checkpoint it is made, if it is.
+        fill: writes the bank's bytes to a block: flat uint8.
+
+    Raises:
+        OSError: there is no room, or the folder can't be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    made_of = _fingerprint(layout, recipes)
+    file = folder / f"{name or 'experts'}.safetensors"
+    if made_of is None or _made_of(file) != made_of:
+        block = torch.empty(layout.nbytes, dtype=torch.uint8)
+        fill(block)
+        descriptor, temporary = tempfile.mkstemp(suffix=".tmp", prefix=f"{name}-", dir=folder)
+        os.close(descriptor)
+        try:
+            save_file(layout.views(block), temporary, metadata={"format": "pt", _METADATA: made_of or ""})
+            if made_of is None:
+                file = Path(temporary)
+            else:
+                os.replace(temporary, file)
+            return _source(file, layout, unlink=made_of is None)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    return _source(file, layout, unlink=False)
+
+
+def _source(file: Path, layout: BankLayout, *, unlink: bool) -> FileSource:
+    stored = read_headers([file])
+    extents = extents_of(layout, {key: Stored(tensor, tensor.dtype) for key, tensor in stored.items()})
+    assert extents is not None, "it was written as it is read"
+    return FileSource(extents, unlink=unlink)
+
+
+def _fingerprint(layout: BankLayout, recipes: Mapping[str, Recipe | None]) -> str | None:
+    """What a bank is made of, in one word; None if that is more than a checkpoint."""
+    if any(recipes.get(spec.name) is None for spec in layout.specs):
+        return None
+    files = sorted({stored.file for recipe in recipes.values() if recipe is not None for stored in stored_in(recipe)})
+    states = [(str(file.resolve()), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+    return hashlib.sha256(repr((states, layout.specs, sorted(recipes.items()))).encode()).hexdigest()
+
+
+def _made_of(file: Path) -> str | None:
+    """What a file says that it is made of. A broken one says nothing."""
+    try:
+        read_headers([file])
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        return str(header["__metadata__"][_METADATA])
+    except (OSError, ValueError, KeyError):
+        return None
