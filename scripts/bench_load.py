@@ -90,7 +90,8 @@ def make_checkpoint(folder: Path, nbytes: int, layout: str, *, layers: int = 24,
         count = torch.Size(shape).numel()
         begin = int(torch.randint(noise.numel(), (1,), generator=generator))
         # Wraps around at an odd length, so that no two tensors are the same.
-        value = noise.roll(-begin).repeat(-(-count // noise.numel()))[:count].view(shape)
+        turns = -(-(begin + count) // noise.numel())
+        value = (noise.repeat(turns) if turns > 1 else noise)[begin : begin + count].clone().view(shape)
         shard[key] = value + 1 if key.endswith("norm.weight") else value
         size += count * 2
     write()
