@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from .memory.pages import node_of
+
 __all__ = ["AcceleratorDevice", "InOrderDevice", "StreamDevice", "default_device", "stream_device"]
 
 
@@ -110,6 +112,10 @@ class StreamDevice(ABC):
     @abstractmethod
     def unregister(self, address: int) -> None:
         """Undo `register`. The caller has made sure that no copy still reads the memory."""
+
+    def numa_node(self) -> int | None:
+        """The node of host memory that is nearest to the device; None where there is one only, or nobody knows."""
+        return None
 
     def holds_host(self, *, pinned: bool) -> bool:
         """Whether a copy from such memory keeps the host from enqueuing anything else meanwhile."""
@@ -207,6 +213,14 @@ class AcceleratorDevice(StreamDevice):
     def unregister(self, address: int) -> None:
         if self.can_pin and int(self._module.cudart().cudaHostUnregister(address)) != 0:
             self._forget_last_error()
+
+    def numa_node(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        found: Any = torch.cuda.get_device_properties(self.device)
+        if not hasattr(found, "pci_bus_id"):
+            return None
+        return node_of(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
     def trim(self) -> None:
         self._module.empty_cache()

@@ -36,8 +36,9 @@ from transformers.utils import cached_file
 import hf_prefetch
 from bench_host import HostMemory, host_block
 from hf_prefetch.demo import demo_model_path
+from hf_prefetch.memory.checkpoint import read_headers
 
-__all__ = ["ARMS", "LAYOUTS", "files_of", "main", "make_checkpoint", "measure", "table"]
+__all__ = ["ARMS", "LAYOUTS", "experts_share", "files_of", "main", "make_checkpoint", "measure", "table"]
 
 Json = dict[str, Any]
 
@@ -120,6 +121,13 @@ def files_of(name: str | Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+def experts_share(name: str | Path) -> float:
+    """The experts' part of a checkpoint's bytes."""
+    stored = read_headers(files_of(name))
+    experts = sum(tensor.nbytes for key, tensor in stored.items() if ".experts." in key)
+    return experts / sum(tensor.nbytes for tensor in stored.values())
+
+
 def _reads(name: str, device: str | None) -> None:
     buffer = memoryview(bytearray(_BUFFER))
     for file in files_of(name):
@@ -143,6 +151,10 @@ def _direct(name: str, device: str | None) -> Any:
     return hf_prefetch.from_pretrained(name, device=device, progress=False)
 
 
+def _in_files(name: str, device: str | None) -> Any:
+    return hf_prefetch.from_pretrained(name, device=device, host_memory=0, progress=False)
+
+
 def _enabled(name: str, device: str | None) -> Any:
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
     return hf_prefetch.enable_expert_prefetch(model, device=device, progress=False)
@@ -152,6 +164,7 @@ ARMS: dict[str, Callable[[str, str | None], Any]] = {
     "reads": _reads,
     "copy": _copy,
     "from_pretrained": _direct,
+    "from files": _in_files,
     "transformers + enable": _enabled,
 }
 

@@ -44,14 +44,16 @@ from transformers import AutoModelForCausalLM
 
 import hf_prefetch
 from bench_host import HostMemory
-from bench_load import files_of, make_checkpoint
+from bench_load import experts_share, files_of, make_checkpoint
 from bench_memory_report import text
 from hf_prefetch.demo import demo_model_path
+from hf_prefetch.memory.pages import SEGMENT
 from hf_prefetch.memory.pinned import Arena
 from hf_prefetch.streams import stream_device
 
 Json = dict[str, Any]
 
+_ARENAS = 4
 BUFFER = 16 * 2**20
 # As many ids as make a call a prompt, for any number of experts.
 MANY = 10**6
@@ -198,21 +200,29 @@ def enable(folder: str, device: str | None) -> Json:
 
 
 def arenas(nbytes: int, device: str | None) -> Json:
-    """How fast memory of a bank's size comes, is filled and is page-locked, one after the other."""
-    home, source, parts = stream_device(device), torch.ones(nbytes, dtype=torch.uint8), Json()
-    for name in ("touch", "fill", "lock"):
-        parts[name] = 0.0
-    kept = []
-    for _ in range(4):
-        arena = Arena(nbytes)
-        parts["touch"] += timed(arena.touch)[0]
-        parts["fill"] += timed(lambda: arena.block.copy_(source))[0]  # noqa: B023 - it runs at once
-        if home.can_pin:
-            parts["lock"] += timed(lambda: arena.pin(home))[0]  # noqa: B023
-        kept.append(arena)
-    for arena in kept:
-        arena.unpin()
-    return {name: 4 * nbytes / seconds if seconds else None for name, seconds in parts.items()}
+    """How fast memory of a bank's size comes, is filled and is page-locked, one after the other. Bytes a second.
+
+    In segments, as it is taken for banks, and as one shared mapping.
+    """
+    found: Json
+    home, source, found = stream_device(device), torch.ones(nbytes, dtype=torch.uint8), {}
+    for kind, segment in {"in segments": SEGMENT, "as one": None}.items():
+        seconds: dict[str, float] = dict.fromkeys(("touch", "lock", "fill"), 0.0)
+        kept, refusal = [], None
+        for _ in range(_ARENAS):
+            arena = Arena(nbytes, segment=segment)
+            kept.append(arena)
+            seconds["touch"] += timed(arena.touch)[0]
+            if home.can_pin:
+                took, refusal = timed(lambda: arena.pin(home))  # noqa: B023 - it runs at once
+                seconds["lock"] += took
+            seconds["fill"] += timed(lambda: arena.block.copy_(source))[0]  # noqa: B023
+        for arena in kept:
+            arena.unpin()
+        found[kind] = {name: _ARENAS * nbytes / time for name, time in seconds.items() if time}
+        if refusal:
+            found[kind]["refusal"] = refusal
+    return found
 
 
 def arms(folder: str, device: str | None, passes: int) -> Json:
@@ -238,7 +248,7 @@ def arm(folder: str, device: str | None, options: Json, passes: int) -> Json:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (options["memlock"], options["memlock"]))
     if options.get("refuse"):
         home.register = lambda address, nbytes: "it was made to refuse"  # type: ignore[method-assign]
-    experts = experts_bytes(folder)
+    experts = experts_share(folder) * sum(file.stat().st_size for file in files_of(folder))
     budgets = {name: int(share * experts) for name, share in options.items() if name in ("pin_memory", "host_memory")}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -270,13 +280,6 @@ def one_pass(scheduler: Any) -> None:
         for bank in scheduler.banks:
             scheduler.acquire(bank, MANY)
             scheduler.release(bank)
-
-
-def experts_bytes(folder: str) -> int:
-    """Bytes of all experts of a checkpoint."""
-    from hf_prefetch.memory.checkpoint import read_headers
-
-    return sum(stored.nbytes for key, stored in read_headers(files_of(folder)).items() if ".experts." in key)
 
 
 def disk(folder: str, device: str | None, rounds: int) -> Json:

@@ -79,9 +79,12 @@ def read_rows(results: Json) -> tuple[list[str], list[list[str]]]:
         rows.append(["disk tier", _rates(disk["tier"])])
     for name, rates in disk.get("by_threads", {}).items():
         rows.append([f"reads by threads: {name}", _rates(rates)])
-    for name, title in {"touch": "bringing in shared memory", "fill": "writing to it", "lock": "page-locking it"}.items():
-        if disk.get("arenas", {}).get(name):
-            rows.append([title, f"{disk['arenas'][name] / 1e9:.1f}"])
+    for kind, parts in disk.get("arenas", {}).items():
+        for name, title in {"touch": "bringing in", "lock": "page-locking", "fill": "writing to"}.items():
+            if parts.get(name):
+                rows.append([f"{title} shared memory {kind}", f"{parts[name] / 1e9:.1f}"])
+        if parts.get("refusal"):
+            rows.append([f"page-locking shared memory {kind}", parts["refusal"]])
     return ["what", "GB/s"], rows
 
 

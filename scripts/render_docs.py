@@ -4,7 +4,7 @@
     python scripts/render_docs.py --check    # exit with 1 if anything would
 
 A region begins with a line `<!-- table: NAME -->` and ends with a line `<!-- end -->`. NAME is `readme` for the short table of
-the README, or the name of a file in docs/benchmarks/ without its suffix, those in its folder decode/ as decode/NAME.
+the README, or the name of a file in docs/benchmarks/ without its suffix, those in its folders as decode/NAME and memory/NAME.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import bench_decode_report
+import bench_memory_report
 from bench_table import equality_word
 from published import IMAGES, MAIN_ARM, image_name, machine_line, model_line, read
 
 Json = dict[str, Any]
 
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/decode.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/decode.md", "docs/memory.md")
 # The file that the README shows, the prompts, and the arms beside what the link allows.
 README_FILE = "qwen3-30b-a3b"
 README_LENGTHS = (200, 2048, 8192, 32768)
@@ -72,6 +73,8 @@ def render(text: str, root: Path, folder: Path) -> str:
         elif name.startswith("decode/"):
             results = bench_decode_report.derive(json.loads(source.read_text(encoding="utf-8")))
             body = decode_table(results, source.stem, root, folder)
+        elif name.startswith("memory/"):
+            body = memory_table(json.loads(source.read_text(encoding="utf-8")))
         elif name == "readme":
             body = readme_table(read(source), image_links(root, folder, source.stem, ("prefill",)))
         else:
@@ -217,6 +220,19 @@ def decode_table(results: Json, stem: str, root: Path, folder: Path) -> str:
     if results["prefill"]:
         lines += ["", *grid(*bench_decode_report.prompt_rows(results))]
     lines += ["", *grid(*bench_decode_report.check_rows(results))]
+    return "\n".join(lines)
+
+
+# -- host memory --------------------------------------------------------------------------------------------------------
+
+
+def memory_table(results: Json) -> str:
+    """A file of scripts/bench_memory.py: every arm, cold reads, and what was to be reached."""
+    lines = [*(f"- {line}" for line in bench_memory_report.head_lines(results)), "- by:", "", "```", command(results), "```"]
+    for rows in (bench_memory_report.arm_rows, bench_memory_report.read_rows, bench_memory_report.check_rows):
+        lines += ["", *grid(*rows(results))]
+    if results["skipped"]:
+        lines += ["", f"Left out for lack of time: {', '.join(results['skipped'])}."]
     return "\n".join(lines)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import random
 import shutil
 import threading
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from hf_prefetch.memory.disk import FileSource, OnDisk
 from hf_prefetch.scheduling.residency import choose_file_banks
 from hf_prefetch.testing import FakeDevice, RaceChecker
 from models import FAMILIES, GATE, Snapshot, bank_bytes, build, experts_of, prompt
+from test_faults import Interrupt
 from test_loading import SINGLE, assert_same, save
 
 HALF = "half"
@@ -107,6 +110,44 @@ def assert_same_values(model: PreTrainedModel, expected: PreTrainedModel) -> Non
     assert {type(tensor) for tensor in state.values()} == {torch.Tensor}
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.state_dict().items())
     assert sum(parameter.nbytes for parameter in model.parameters()) == sum(p.nbytes for p in expected.parameters())
+
+
+@pytest.mark.parametrize("budgets", [{"pin_memory": 0, "host_memory": None}, {"pin_memory": 0, "host_memory": HALF}, {}])
+def test_on_whatever_device_there_is(
+    budgets: dict[str, Any], tmp_path: Path, device: torch.device, deterministic: None
+) -> None:
+    """Prompts and single tokens, with what is not page-locked and what is in files; a timeline tells of their copies."""
+    folder, ids = save("qwen3_moe", tmp_path), prompt(GATE, device=device)
+    expected = reference(folder).to(device)
+    model = load(folder, device, **budgets)
+    with model.expert_prefetch.timeline() as timeline:
+        for part in (ids, ids[:, :1], ids, ids[:, :2]):
+            assert torch.equal(logits(model, part), logits(expected, part))
+    copies = [span for span in timeline.spans() if span.kind == "copy"]
+    assert len(copies) == model.expert_prefetch.report().copies >= 2 * len(experts_of(model))
+    assert all(span.end >= span.begin for span in copies)
+    disable_expert_prefetch(model)
+
+
+def test_a_part_that_outlives_its_model(tmp_path: Path) -> None:
+    model = load(save("mixtral", tmp_path))
+    parameter = next(experts_of(model)["model.layers.0.mlp.experts"].parameters())
+    assert parameter.float().sum() != 0
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="is closed: the model whose experts are there is gone"):
+        parameter.sum()
+
+
+def test_loaded_under_inference_mode(tmp_path: Path) -> None:
+    folder, ids = save("mixtral", tmp_path), prompt(GATE)
+    with torch.inference_mode():
+        model = load(folder)
+        expected = logits(reference(folder), ids)
+        assert torch.equal(model(ids).logits, expected)
+    assert torch.equal(logits(model, ids), expected)
+    disable_expert_prefetch(model)
+    assert torch.equal(logits(model, ids), expected)
 
 
 def test_on_the_stand_in_and_with_a_cache(tmp_path: Path) -> None:
@@ -237,6 +278,47 @@ def test_loading_that_breaks_off_reads_nothing_more(tmp_path: Path, monkeypatch:
     with pytest.raises(ValueError, match="late"):
         load(save("mixtral", tmp_path), FakeDevice())
     assert open_files(tmp_path) == 0
+
+
+def test_an_interrupt_at_any_moment_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Nor does it leave half a file that would be taken for a whole one."""
+    folder, written, ids = save("mixtral", tmp_path / "model"), tmp_path / "written", prompt(GATE)
+    expected = logits(reference(folder, dtype="bfloat16"), ids)
+    options: dict[str, Any] = {"dtype": "bfloat16", "offload_folder": written, "host_memory": 100_000}
+
+    def fresh(at: int) -> tuple[Interrupt, FakeDevice]:
+        shutil.rmtree(written, ignore_errors=True)
+        return Interrupt(at), FakeDevice()
+
+    whole, device = fresh(0)
+    with whole:
+        load(folder, device, **options)
+    for at in random.Random(1).sample(range(1, len(whole.lines)), 12):
+        interrupt, device = fresh(at)
+        with interrupt:
+            try:
+                model = load(folder, device, **options)
+            except KeyboardInterrupt:
+                pass
+            else:
+                disable_expert_prefetch(model)
+                del model
+        gc.collect()
+        assert (device.registered_bytes, device.allocated_bytes, open_files(tmp_path)) == (0, 0, 0), at
+        model = load(folder, device, **options)
+        assert torch.equal(logits(model, ids), expected), at
+        disable_expert_prefetch(model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_what_stays_in_files_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "scripts"))
+    bench = importlib.import_module("bench_load")
+    folder = bench.make_checkpoint(tmp_path, 512 * 2**20, "separate", layers=4)
+    dense = 1 - bench.experts_share(folder)
+    assert dense < 0.2
+    assert bench.measure("from files", folder, "cpu")["ratio"] < dense + 0.05
 
 
 # -- models that were offloaded before ----------------------------------------------------------------------------

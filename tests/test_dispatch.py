@@ -186,7 +186,7 @@ def test_experts_from_disk_are_in_memory_only_while_enabled(tmp_path: Path, fake
     disk_offload(model, tmp_path, execution_device=CPU)
     enable_expert_prefetch(model, progress=False)
     arenas = [weakref.ref(model.expert_prefetch.store[bank].arena) for bank in model.expert_prefetch.banks]
-    maps = [weakref.ref(arena()._map) for arena in arenas]
+    maps = [weakref.ref(arena()._pages.buffer) for arena in arenas]
     disable_expert_prefetch(model)
     gc.collect()
     assert [reference() for reference in (*arenas, *maps) if reference() is not None] == []

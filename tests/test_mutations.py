@@ -218,7 +218,7 @@ def test_a_missing_ordering_is_noticed(name: str, line: int, scheduler_with) -> 
         suite()
 
 
-def test_ordering_lives_in_two_files() -> None:
+def test_ordering_lives_in_three_files() -> None:
     """No other file of the package waits, records or synchronises, so nothing escapes the test above."""
     # The benchmark and the timeline read a clock of the device, which orders nothing.
     elsewhere = {"streams.py", "device/slots.py", "device/cache.py", "device/staging.py", "bench.py", "timeline.py"}

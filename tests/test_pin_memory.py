@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from apart import run_apart
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from hf_prefetch.cli import main
 from hf_prefetch.config import PrefetchConfig
@@ -38,6 +39,29 @@ def test_as_many_banks_as_fit_are_locked(share: float, policy: str | int) -> Non
         disable_expert_prefetch(model)
     assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
     RaceChecker().assert_clean(device.log)
+
+
+@pytest.mark.gpu
+def test_a_limit_of_the_system(device: torch.device) -> None:
+    """In a process that may lock next to nothing: the same logits, and one message if the driver heeds the limit."""
+    program = """
+import resource, sys, warnings
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+import torch
+from hf_prefetch import enable_expert_prefetch
+from hf_prefetch.demo import load_demo_model
+torch.use_deterministic_algorithms(True, warn_only=True)
+model, ids = load_demo_model().cuda(), torch.arange(5, 205, device="cuda").view(1, -1)
+with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    expected = model(ids).logits
+    enable_expert_prefetch(model, progress=False)
+    same = all(torch.equal(model(ids).logits, expected) for _ in range(3))
+ours = [warning for warning in told if "could not be page-locked" in str(warning.message)]
+report = model.expert_prefetch.report()
+print(same, len(ours) == (report.pinned_bytes < report.host_bytes))
+"""
+    run_apart(program, says="True True", CUBLAS_WORKSPACE_CONFIG=":4096:8")
 
 
 def test_without_a_budget_all_of_it_is_locked() -> None:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,15 +48,17 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_two_hundred_rounds_leave_nothing_behind(checkpoint: Path) -> None:
-    """Load, enable, run, and disable or delete, from files and from memory, packed and not: memory, page locks, threads and
-    open files are what they were."""
+    """Load, enable, run, and disable or delete, from files and from memory, packed and not, with budgets and without: memory,
+    page locks, threads and open files are what they were."""
     device, ids = FakeDevice("eager"), prompt(20)
+    budgets: list[dict[str, Any]] = [{}, {"pin_memory": "100KiB"}, {"host_memory": 0}, {"host_memory": "300KiB"}]
     held: list[tuple[int, int, int]] = []
     with torch.no_grad():
         for number in range(ROUNDS):
             pack = number % 3 == 0
             if number % 2:
-                model = from_pretrained(checkpoint, device=device, pack=pack, progress=False)
+                budget = {} if pack else budgets[number // 2 % 4]
+                model = from_pretrained(checkpoint, device=device, pack=pack, progress=False, **budget)
             else:
                 model = enable_expert_prefetch(small(), device=device, pack=pack, expert_cache="64KiB", progress=False)
             for part in (ids, ids[:, :1]):

@@ -135,6 +135,8 @@ class FileSource:
 
     def _read(self, extent: Extent, offset: int, view: memoryview) -> None:
         opened, state = self._files[extent.stored.file]
+        if opened.closed:
+            raise RuntimeError(f"{extent.stored.file} is closed: the model whose experts are there is gone, or was disabled.")
         try:
             done = 0
             while done < len(view):

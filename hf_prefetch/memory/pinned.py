@@ -8,6 +8,7 @@ import torch
 
 from ..layout import BankLayout
 from ..streams import StreamDevice
+from .pages import SEGMENT, Pages
 
 __all__ = ["Arena"]
 
@@ -19,18 +20,16 @@ class Arena:
     mapped here and registered with the device. The mapping is *shared* anonymous memory: the pages of a private
     mapping that a device has locked are copied at once in a forked child (a DataLoader's worker, say), and a model's
     worth of memory with them. Memory that is never locked (`shared=False`) is private, so that a forked child that writes
-    there writes to a copy.
+    there writes to a copy. `segment` and `node` are about how fast it comes and where it lies, see `Pages`.
 
     The mapping lives as long as any tensor made by `views`; the registration ends in `unpin`, which must come after
     the last copy from it has ended.
     """
 
-    def __init__(self, nbytes: int, *, shared: bool = True) -> None:
+    def __init__(self, nbytes: int, *, shared: bool = True, segment: int | None = SEGMENT, node: int | None = None) -> None:
         self.nbytes = nbytes
-        self._mapped = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._map = mmap.mmap(-1, self._mapped) if shared else _private(self._mapped)
-        with torch.inference_mode(False):
-            self.block = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
+        self._pages = Pages(nbytes, shared=shared, segment=segment, node=node)
+        self.block = self._pages.block
         self._pinned_by: StreamDevice | None = None
 
     @property
@@ -46,15 +45,17 @@ class Arena:
         with torch.inference_mode(False):
             return {
                 spec.name: torch.frombuffer(
-                    self._map, dtype=spec.dtype, count=spec.nbytes // spec.dtype.itemsize, offset=spec.offset
+                    self._pages.buffer,
+                    dtype=spec.dtype,
+                    count=spec.nbytes // spec.dtype.itemsize,
+                    offset=self._pages.offset + spec.offset,
                 ).as_strided(spec.shape, spec.stride)
                 for spec in layout.specs
             }
 
     def touch(self) -> None:
-        """Bring the pages in, on all of torch's threads: registering or filling them one by one takes far longer."""
-        with torch.inference_mode(False):
-            self.block.fill_(0)
+        """Bring the pages in, on several threads: registering or filling them one by one takes far longer."""
+        self._pages.touch()
 
     def pin(self, device: StreamDevice) -> str | None:
         """Page-lock the block for `device`. Returns None on success, else why the system refused; then it stays pageable."""
@@ -62,19 +63,22 @@ class Arena:
             return None
         # Noted first: registering takes long enough to be interrupted, and `unpin` has to know that it may have happened.
         self._pinned_by = device
-        refusal = device.register(self.block.data_ptr(), self._mapped)
+        refusal = device.register(self.block.data_ptr(), self._pages.mapped)
         if refusal is not None:
             self._pinned_by = None
         return refusal
+
+    @staticmethod
+    def can_have_segments(device: StreamDevice) -> bool:
+        """Whether a device takes memory in segments as one registration."""
+        probe = Arena(2 * mmap.PAGESIZE, segment=mmap.PAGESIZE)
+        try:
+            return probe.pin(device) is None
+        finally:
+            probe.unpin()
 
     def unpin(self) -> None:
         """Give the page lock back; the memory stays readable by the host."""
         if self._pinned_by is not None:
             self._pinned_by.unregister(self.block.data_ptr())
             self._pinned_by = None
-
-
-def _private(nbytes: int) -> mmap.mmap:
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, nbytes)  # where there is no fork, there is nothing to tell apart
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

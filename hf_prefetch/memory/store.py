@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +17,7 @@ from ..forms import is_plain, parts, replace_parts
 from ..streams import StreamDevice
 from .disk import FileSource, OnDisk, replace_parameter
 from .ledger import Ledger, Purpose
+from .pages import SEGMENT
 from .pinned import Arena
 
 __all__ = ["HostStore", "Load", "StoredBank", "copy_value", "send_parameter"]
@@ -118,6 +120,7 @@ class HostStore:
         self.refusals: list[str] = []
         self._stored: dict[int, StoredBank] = {}
         self._wants_back: dict[int, Callable[[], bool]] = {}
+        self._segments: dict[StreamDevice, int | None] = {}
         self._kept: list[Arena] | None = None
 
     def _in(self, *, files: bool) -> list[StoredBank]:
@@ -153,16 +156,25 @@ class HostStore:
         their values there; `origins` are the devices that they go back to, those where they are now if not given. Where the
         system refuses to page-lock, the bank stays pageable and the reason is appended to `refusals`.
         """
-        arena = Arena(bank.nbytes, shared=self._may_pin(bank.nbytes, device))
+        may_pin = self._may_pin(bank.nbytes, device)
+        arena = self._arena_to_pin(bank.nbytes, device) if may_pin else Arena(bank.nbytes, shared=False)
         views = arena.views(bank.layout)
         origins = origins or {name: parameter.device for name, parameter in bank.parameters.items()}
         # From here on `give_back` can undo whatever an error or an interrupt leaves half done.
         inference = frozenset(name for name, parameter in bank.parameters.items() if parameter.is_inference())
         self._stored[bank.index] = StoredBank(bank, arena, origins, inference)
-        if any(tensor.device.type != "cpu" for tensor in bank.parts().values()):
-            # A download is fastest into locked pages, and locking is fastest on pages that are there.
+        if may_pin:
             arena.touch()
+        if any(tensor.device.type != "cpu" for tensor in bank.parts().values()):
+            # A download is fastest into locked pages.
             self._pin(arena, device)
+        # Pages are locked while they are filled: neither has to wait for the other.
+        with ThreadPoolExecutor(1) as pool:
+            locked = pool.submit(self._pin, arena, device)
+            self._fill(bank, views, load)
+            locked.result()
+
+    def _fill(self, bank: ExpertBank, views: dict[str, torch.Tensor], load: Load) -> None:
         # Each Parameter's old memory is free before the next one is copied: a bank never exists twice as a whole.
         for name, parameter in bank.parameters.items():
             if is_plain(parameter):
@@ -171,7 +183,6 @@ class HostStore:
                 for part, tensor in parts(name, parameter).items():
                     load(tensor, views[part])
             replace_parts(name, parameter, views)
-        self._pin(arena, device)
 
     def leave(self, bank: ExpertBank, source: FileSource, wants_back: Callable[[], bool]) -> None:
         """Have a bank's bytes in files, as they are there. Its Parameters, which stay the same objects, hold no memory.
@@ -191,6 +202,11 @@ class HostStore:
                 parameter.read = read
             else:
                 replace_parameter(parameter, OnDisk.of(parameter, read))
+
+    def _arena_to_pin(self, nbytes: int, device: StreamDevice) -> Arena:
+        if nbytes > SEGMENT and device not in self._segments:
+            self._segments[device] = SEGMENT if Arena.can_have_segments(device) else None
+        return Arena(nbytes, segment=self._segments.get(device, SEGMENT), node=device.numa_node())
 
     def _may_pin(self, nbytes: int, device: StreamDevice) -> bool:
         """Whether so many bytes may be page-locked: the device can, the budget has room, and the system hasn't refused before.
