@@ -193,6 +193,7 @@ def enable(folder: str, device: str | None) -> Json:
     return {
         "experts_bytes": experts,
         "dense_bytes": dense,
+        "bank_bytes": bank,
         "seconds": seconds[0],
         "pinned_bytes": report.pinned_bytes,
         "added_banks": None if added is None else added / bank,

@@ -62,7 +62,7 @@ def check_rows(results: Json) -> tuple[list[str], list[list[str]]]:
         add("enabling a model in memory", rate, ">=", 10, " GB/s", rate >= 10)
         banks = enable["added_banks"]
         if banks is not None:
-            bound = 1 + 0.05 * (enable["experts_bytes"] + enable["dense_bytes"]) / (enable["experts_bytes"] / 24)
+            bound = 1 + 0.05 * (enable["experts_bytes"] + enable["dense_bytes"]) / enable["bank_bytes"]
             add("most memory while it is enabled: layers more than the model", banks, "<=", round(bound, 2), "", banks <= bound)
     disk = results.get("disk", {})
     if "tier" in disk:

@@ -33,6 +33,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "README.md").write_text(README)
     (tmp_path / "docs" / "benchmarks.md").write_text(BENCHMARKS)
     (tmp_path / "docs" / "decode.md").write_text("# Decode\n\n<!-- table: decode/tiny -->\n<!-- end -->\n")
+    (tmp_path / "docs" / "memory.md").write_text("# Memory\n\n<!-- table: memory/tiny -->\n<!-- end -->\n")
     return tmp_path
 
 

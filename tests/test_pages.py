@@ -76,6 +76,7 @@ def test_a_system_without_any_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.touch()
     assert memory.offset == 0
     memory.block.fill_(3)
+    pages.give_back_freed()
 
 
 def test_segments_are_one_registration_or_are_not_used() -> None:

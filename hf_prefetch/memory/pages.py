@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["SEGMENT", "Pages", "node_of"]
+__all__ = ["SEGMENT", "Pages", "give_back_freed", "node_of"]
 
 # Linux's numbers, the same on x86-64 and arm64 but for the call, which libc has no function for.
 _MAP_FIXED = 0x10
@@ -133,6 +133,14 @@ def _prefer(address: int, nbytes: int, node: int) -> None:
             most,
             ctypes.c_uint(0),
         )
+
+
+def give_back_freed() -> None:
+    """Have the C library return to the system what was freed: it keeps what was allocated in pieces of less than 32 MiB."""
+    with suppress(AttributeError, OSError):  # there is no such function elsewhere
+        libc = _libc()
+        if libc is not None:
+            libc.malloc_trim(0)
 
 
 def node_of(pci: str, system: Path = Path("/sys")) -> int | None:

@@ -17,7 +17,7 @@ from ..forms import is_plain, parts, replace_parts
 from ..streams import StreamDevice
 from .disk import FileSource, OnDisk, replace_parameter
 from .ledger import Ledger, Purpose
-from .pages import SEGMENT
+from .pages import SEGMENT, give_back_freed
 from .pinned import Arena
 
 __all__ = ["HostStore", "Load", "StoredBank", "copy_value", "send_parameter"]
@@ -163,8 +163,10 @@ class HostStore:
         # From here on `give_back` can undo whatever an error or an interrupt leaves half done.
         inference = frozenset(name for name, parameter in bank.parameters.items() if parameter.is_inference())
         self._stored[bank.index] = StoredBank(bank, arena, origins, inference)
-        if may_pin:
-            arena.touch()
+        if not may_pin:
+            self._fill(bank, views, load)
+            return
+        arena.touch()
         if any(tensor.device.type != "cpu" for tensor in bank.parts().values()):
             # A download is fastest into locked pages.
             self._pin(arena, device)
@@ -183,6 +185,7 @@ class HostStore:
                 for part, tensor in parts(name, parameter).items():
                     load(tensor, views[part])
             replace_parts(name, parameter, views)
+        give_back_freed()
 
     def leave(self, bank: ExpertBank, source: FileSource, wants_back: Callable[[], bool]) -> None:
         """Have a bank's bytes in files, as they are there. Its Parameters, which stay the same objects, hold no memory.
@@ -202,6 +205,7 @@ class HostStore:
                 parameter.read = read
             else:
                 replace_parameter(parameter, OnDisk.of(parameter, read))
+        give_back_freed()
 
     def _arena_to_pin(self, nbytes: int, device: StreamDevice) -> Arena:
         if nbytes > SEGMENT and device not in self._segments:
