@@ -68,7 +68,7 @@ class Kept:
         self._banks = {banks[index] for index in chosen}
         self.wants_back = files.wants_back
         for bank in self._banks:
-            if not all(map(is_plain, bank.parameters.values())):
+            if not all(isinstance(parameter, nn.Parameter) and is_plain(parameter) for parameter in bank.parameters.values()):
                 raise ValueError(
                     f"{bank.name} has quantized or packed weights, which can't be kept in files: leave out host_memory, or load the "
                     "model dequantized."

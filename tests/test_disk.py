@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,14 @@ from test_faults import Interrupt
 from test_loading import SINGLE, assert_same, save
 
 HALF = "half"
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """Whatever a test has done to a model, its threads end with it."""
+    yield
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hf_prefetch_staging")]
 
 
 def load(folder: Path, device: Any = "cpu", *, host_memory: Any = 0, **options: Any) -> Any:

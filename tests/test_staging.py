@@ -130,6 +130,20 @@ def test_an_error_of_the_thread_reaches_whoever_needs_the_bank(
     assert not staging_threads()
 
 
+def test_an_error_keeps_nothing_alive(failing: Callable[[int, BaseException | None], None]) -> None:
+    """It refers to the frames through which it came, and so to the model."""
+    model, device = build("mixtral"), FakeDevice()
+    enabled(model, device)
+    failing(2, OSError(5, "the disk is gone"))
+    with pytest.raises(OSError, match="the disk is gone"):
+        logits(model, prompt(GATE))
+    failing(2, None)
+    del model
+    gc.collect()
+    assert not staging_threads()
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+
+
 def test_an_interrupt_while_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was under way is given up, and the next call is right."""
     model, ids, device = build("mixtral"), prompt(GATE), FakeDevice()

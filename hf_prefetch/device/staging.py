@@ -194,8 +194,12 @@ class StagingRing:
             self.send(upload)
         self.synchronize(upload)
         if upload.error is not None:
-            # Whoever keeps the error must not keep the slot that it was meant for.
-            raise upload.error.with_traceback(None)
+            # Once it is raised it refers to the caller's frames, and so to the model. Nothing here may keep it.
+            error, upload.error, upload.is_cancelled = upload.error, None, True
+            try:
+                raise error.with_traceback(None)
+            finally:
+                del error
 
     def synchronize(self, upload: Upload) -> None:
         """Hold the caller until nothing is read or enqueued for an upload any more, whatever became of it."""
