@@ -70,8 +70,8 @@ class Kept:
         for bank in self._banks:
             if not all(isinstance(parameter, nn.Parameter) and is_plain(parameter) for parameter in bank.parameters.values()):
                 raise ValueError(
-                    f"{bank.name} has quantized or packed weights, which can't be kept in files: leave out host_memory, or load the "
-                    "model dequantized."
+                    f"{bank.name} has quantized or packed weights, which can't be kept in files: leave out host_memory or "
+                    "load the model dequantized and unpacked."
                 )
 
     def __contains__(self, bank: ExpertBank) -> bool:
