@@ -215,7 +215,9 @@ class Bench:
         cells = (zip(row, "<<>>>>>>>", widths, strict=False) for row in rows)
         head, *body = ["  ".join(f"{cell:{side}{width}}" for cell, side, width in row) for row in cells]
         what, size = type(self.model).__name__, _bytes_of(self.model) / GIB
-        about = f"{what}, {size:,.2f} GiB, on {self.home.name}; slots when on: {self.config.slots}"
+        reports = (arm.report for arm in self.arms if arm.report is not None)
+        packed = ", experts packed" if any(report.is_packed for report in reports) else ""
+        about = f"{what}, {size:,.2f} GiB, on {self.home.name}; slots when on: {self.config.slots}{packed}"
         skipped = [f"{arm.name}: skipped, {arm.skipped}" for arm in self.arms if arm.skipped]
         return "\n".join([about, "", head, "-" * len(head), *body, *skipped])
 

@@ -11,14 +11,32 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
 
-from .config import DEFAULT_SLOTS, PrefetchConfig
+from .cli_options import (
+    Device,
+    ExpertCache,
+    GpuMemory,
+    HostMemory,
+    ModelName,
+    NCpuMoe,
+    OffloadFolder,
+    Pack,
+    PinMemory,
+    Slots,
+    TrustRemoteCode,
+    config_of,
+    numbers,
+    one_line,
+    refusing,
+)  # fmt: skip
+from .config import DEFAULT_SLOTS
+from .memory.packed_files import is_packed
 from .pretrained import files_of, load_enabled, load_model, load_tokenizer
 from .streams import stream_device
 
@@ -34,156 +52,6 @@ app = typer.Typer(
 
 # Tokens of the prompt that are decoded along with what follows, so that a space between the two is not lost.
 _CONTEXT = 4
-
-
-# -- options: what is wrong with one is found before a model is loaded, and said with its name --------------------------
-
-
-@contextmanager
-def _refusing(*errors: type[Exception], option: str | None = None) -> Iterator[None]:
-    try:
-        yield
-    except errors as error:
-        raise typer.BadParameter(_one_line(error), param_hint=option) from error
-
-
-def _check_slots(value: int) -> int:
-    with _refusing(ValueError):
-        return PrefetchConfig(slots=value).slots
-
-
-def _check_n_cpu_moe(value: int | None) -> int | None:
-    with _refusing(ValueError):
-        return PrefetchConfig(n_cpu_moe=value).n_cpu_moe
-
-
-def _check_gpu_memory(value: str | None) -> str | None:
-    with _refusing(ValueError):
-        PrefetchConfig(gpu_memory=value)
-    return value
-
-
-def _check_pin_memory(value: str | None) -> str | None:
-    with _refusing(ValueError):
-        PrefetchConfig(pin_memory=value)
-    return value
-
-
-def _check_device(value: str | None) -> str | None:
-    with _refusing(ValueError, RuntimeError):
-        try:
-            stream_device(value)
-        except RuntimeError as error:
-            if "device string" in str(error):
-                raise ValueError(f"{value!r} is no device; give cpu, cuda or cuda:1, for example") from error
-            raise
-    return value
-
-
-def _numbers(text: str) -> str:
-    if not all(word.strip().isdigit() and int(word) > 0 for word in text.split(",")):
-        raise typer.BadParameter(f"{text!r} is no list of numbers such as 32,512,2048")
-    return text
-
-
-ModelName = Annotated[
-    str, typer.Argument(help="A checkpoint folder, a name on the Hub, or 'demo' for the package's own model.")
-]
-Slots = Annotated[
-    int,
-    typer.Option(
-        "--prefetch-experts-slots",
-        callback=_check_slots,
-        help="Device buffers that experts rotate through: 2 to 4; 0 is off.",
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(callback=_check_device, help="Where to compute; the accelerator that torch finds if not given."),
-]
-NCpuMoe = Annotated[
-    int | None,
-    typer.Option(
-        "--n-cpu-moe",
-        callback=_check_n_cpu_moe,
-        help="Keep the experts of the first N layers that have some in host memory, the others on the device.",
-    ),
-]
-GpuMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu-memory",
-        callback=_check_gpu_memory,
-        help='Device memory for weights, as "20GiB": as many layers as fit keep their experts there.',
-    ),
-]
-
-ExpertCache = Annotated[
-    str | None,
-    typer.Option(
-        "--expert-cache",
-        help='Device memory in which experts stay from token to token, as "4GiB", or a share of --gpu-memory, as 0.5.',
-    ),
-]
-
-
-class Packing(str, Enum):
-    """When to pack."""
-
-    AUTO = "auto"
-    TRUE = "true"
-    FALSE = "false"
-
-
-Pack = Annotated[
-    Packing | None,
-    typer.Option(
-        "--pack",
-        help="Keep bfloat16 experts in three quarters of their bytes, without the loss of a bit; auto: where it is faster. If "
-        "not given they stay as the checkpoint has them.",
-    ),
-]
-
-
-_PACKS = {None: None, Packing.AUTO: "auto", Packing.TRUE: True, Packing.FALSE: False}
-
-
-PinMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--pin-memory",
-        callback=_check_pin_memory,
-        help='Host memory that may be page-locked, as "40GiB"; as much as the experts take if not given, 0 is none.',
-    ),
-]
-
-
-def _check_host_memory(value: str | None) -> str | None:
-    with _refusing(ValueError):
-        PrefetchConfig(host_memory=value)
-    return value
-
-
-HostMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--host-memory",
-        callback=_check_host_memory,
-        help='Host memory for experts, as "40GiB": those beyond it stay in the files of the checkpoint and are read ahead.',
-    ),
-]
-OffloadFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--offload-folder", help="Where experts beyond --host-memory are written that can't be read as they lie there."
-    ),
-]
-
-
-def _config(slots: int, **options: Any) -> PrefetchConfig:
-    named = {"--expert-cache": "expert_cache", "--offload-folder": "offload_folder", "--pack": "pack"}
-    with _refusing(ValueError, option=next((option for option, name in named.items() if options.get(name)), None)):
-        return PrefetchConfig(slots=slots, **options)
 
 
 # -- commands -----------------------------------------------------------------------------------------------------------
@@ -204,6 +72,7 @@ def generate(
     host_memory: HostMemory = None,
     offload_folder: OffloadFolder = None,
     pack: Pack = None,
+    trust_remote_code: TrustRemoteCode = False,
     report: Annotated[bool, typer.Option("--report", help="Print afterwards what prefetching did.")] = False,
 ) -> None:
     """Continue a text, printing it as it is written."""
@@ -213,9 +82,10 @@ def generate(
     text = _prompt_text(prompt, prompt_file)
     options = {"n_cpu_moe": n_cpu_moe, "gpu_memory": gpu_memory, "expert_cache": expert_cache, "pin_memory": pin_memory}
     files = {"host_memory": host_memory, "offload_folder": offload_folder}
-    config, home = _config(prefetch_experts_slots, pack=_PACKS[pack], **options, **files), stream_device(device)
-    tokenizer = load_tokenizer(model)
-    writer = load_enabled(model, config, home) if config.slots else load_model(model).to(home.device)
+    config, home = config_of(prefetch_experts_slots, pack=pack, **options, **files), stream_device(device)
+    trust = {"trust_remote_code": trust_remote_code}
+    tokenizer = load_tokenizer(model, **trust)
+    writer = load_enabled(model, config, home, **trust) if config.slots else load_model(model, **trust).to(home.device)
     inputs = tokenizer(text, return_tensors="pt").to(writer.device)
     if not inputs["input_ids"].numel():
         raise ValueError(f"the tokenizer of {model} makes no tokens of the text; does the folder have the tokenizer's files?")
@@ -231,7 +101,7 @@ def generate(
 def bench(
     model: ModelName,
     prompt_lengths: Annotated[
-        str, typer.Option(callback=_numbers, help="Tokens of the prompts to be measured.")
+        str, typer.Option(callback=numbers, help="Tokens of the prompts to be measured.")
     ] = "32,512,2048",
     decode_tokens: Annotated[int, typer.Option(min=0, help="Tokens of decode to be measured; 0 leaves it out.")] = 16,
     repeats: Annotated[int, typer.Option(min=1, help="Measured passes of a prompt.")] = 3,
@@ -240,17 +110,23 @@ def bench(
     n_cpu_moe: NCpuMoe = None,
     gpu_memory: GpuMemory = None,
     expert_cache: ExpertCache = None,
+    pin_memory: PinMemory = None,
+    pack: Pack = None,
+    trust_remote_code: TrustRemoteCode = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="A file to write the numbers to as well.")] = None,
 ) -> None:
     """Measure a model with prefetching off (if all of it fits on the device) and on: speed, memory and equal logits."""
     from .bench import Bench
 
-    options = {"n_cpu_moe": n_cpu_moe, "gpu_memory": gpu_memory, "expert_cache": expert_cache}
-    config, home = _config(prefetch_experts_slots, **options), stream_device(device)
+    options = {"n_cpu_moe": n_cpu_moe, "gpu_memory": gpu_memory, "expert_cache": expert_cache, "pin_memory": pin_memory}
+    config, home = config_of(prefetch_experts_slots, pack=pack, **options), stream_device(device)
     if json_file is not None and not json_file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {json_file.parent}", param_hint="--json")
     lengths = sorted({int(word) for word in prompt_lengths.split(",")})
-    subject = load_model(model)
+    if config.pack is None and is_packed(Path(model).expanduser()):
+        # Off it is measured unpacked, and on as `generate` runs it.
+        config = replace(config, pack=True)
+    subject = load_model(model, trust_remote_code=trust_remote_code)
     most = getattr(subject.config.get_text_config(), "max_position_embeddings", None)
     if most is not None and lengths[-1] + decode_tokens > most:
         raise typer.BadParameter(
@@ -297,7 +173,7 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
         text = sys.stdin.read()
     else:
         assert prompt_file is not None
-        with _refusing(OSError, UnicodeError, option="--prompt-file"):
+        with refusing(OSError, UnicodeError, option="--prompt-file"):
             text = prompt_file.read_text(encoding="utf-8-sig")
     if not text:
         raise typer.BadParameter("the text to continue is empty")
@@ -363,19 +239,14 @@ def _one_line_errors(command: Callable[[], object]) -> int:
         return 1
     except TyperException as error:
         # Help that was asked for by giving no arguments has been printed already.
-        return _complain(_one_line(error), error.exit_code) if error.format_message() else error.exit_code
+        return _complain(one_line(error), error.exit_code) if error.format_message() else error.exit_code
     except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
-        return _complain(_one_line(error), 1)
+        return _complain(one_line(error), 1)
     except Exception as error:  # noqa: BLE001 - libraries have errors of their own, and a user wants none of their frames
-        return _complain(f"{type(error).__name__}: {_one_line(error)}", 1)
+        return _complain(f"{type(error).__name__}: {one_line(error)}", 1)
     if result == 130:
         return _complain("stopped", 130)
     return result if isinstance(result, int) else 0
-
-
-def _one_line(error: Exception) -> str:
-    text = error.format_message() if isinstance(error, TyperException) else str(error)
-    return " ".join(text.split()) or type(error).__name__
 
 
 def _complain(message: str, code: int) -> int:

@@ -158,10 +158,14 @@ def _size_or_share(value: object) -> int | float:
 
 
 def _size_in_bytes(size: object, name: str, least: int = 1) -> int:
-    if (isinstance(size, Integral) and not isinstance(size, bool)) or (isinstance(size, str) and size.strip().isdecimal()):
+    if (isinstance(size, Integral) and not isinstance(size, bool)) or (
+        isinstance(size, str) and size.strip().removeprefix("-").isdecimal()
+    ):
         size = int(size)
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(f'{name} must be bytes or a size such as "20GiB", got {size!r} of type {type(size).__name__}.')
+    if isinstance(size, int) and size < 0:
+        raise ValueError(f"{name} can't be negative, got {size!r}.")
     try:
         nbytes = int(convert_file_size_to_int(size))
     except ValueError as error:

@@ -28,8 +28,8 @@ DEMO = "demo"
 Loaded = TypeVar("Loaded")
 
 
-def load_model(name: str) -> Any:
-    """A model on the CPU, in the dtype of its checkpoint.
+def load_model(name: str, **options: Any) -> Any:
+    """A model on the CPU, in the dtype of its checkpoint; `options` are transformers' own.
 
     Raises:
         FileNotFoundError: nothing of this name is here or on the Hub; the message says which.
@@ -38,30 +38,30 @@ def load_model(name: str) -> Any:
 
     def load(path: str) -> Any:
         if is_packed(Path(path)):
-            return loading.load_unpacked(path, dtype="auto")
+            return loading.load_unpacked(path, dtype="auto", **options)
         # Whatever is broken is named here with its file; transformers' own errors don't.
         with suppress(UnknownDtypeError):
             read_headers(sorted(Path(path).glob("*.safetensors")))
-        return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        return AutoModelForCausalLM.from_pretrained(path, dtype="auto", **options)
 
     return _load(name, load)
 
 
-def load_enabled(name: str, config: PrefetchConfig, device: Device) -> Any:
+def load_enabled(name: str, config: PrefetchConfig, device: Device, **options: Any) -> Any:
     """The same with prefetching on: what `from_pretrained` gives, read straight to where it stays.
 
     Raises:
         FileNotFoundError: as above.
         ValueError, RuntimeError: as `from_pretrained`.
     """
-    return _load(name, lambda path: loading.load_enabled(path, config, device, dtype="auto"))
+    return _load(name, lambda path: loading.load_enabled(path, config, device, dtype="auto", **options))
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, **options: Any) -> Any:
     """The tokenizer of a model. Raises what `load_model` raises, and sooner."""
     from transformers import AutoTokenizer
 
-    return _load(name, AutoTokenizer.from_pretrained)
+    return _load(name, lambda path: AutoTokenizer.from_pretrained(path, **options))
 
 
 def files_of(name: str) -> Path:

@@ -84,6 +84,11 @@ class Report:
     staged_seconds: float
 
     @property
+    def is_packed(self) -> bool:
+        """Whether banks are held in less than the bytes of their weights."""
+        return bool(self.host_bytes) and self.host_bytes + self.file_bytes < _PACKED * self.weight_bytes
+
+    @property
     def hit_rate(self) -> float | None:
         """The share of single experts that were in the row caches when a call needed them; None if none was needed."""
         needed = self.cache_hits + self.routed_rows
@@ -94,7 +99,7 @@ class Report:
         plain = self.calls - self.lookahead_calls - self.routed_calls - self.cached_calls
         of_calls = f"of {self.lookahead_calls:,} calls of many tokens (prefill)"
         pinned = f"{self.pinned_bytes / self.host_bytes:.0%} of it page-locked" if self.host_bytes else "nothing held"
-        if self.host_bytes and self.host_bytes + self.file_bytes < _PACKED * self.weight_bytes:
+        if self.is_packed:
             pinned += f"; packed, {shown(self.weight_bytes)} of weights"
         copies = f"{self.copies:,} whole banks ({self.unused_copies:,} unused) and single experts"
         ahead = "looks ahead" if self.looks_ahead else "does not look ahead: plain copies"

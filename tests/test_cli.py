@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_prefetch.cli import _streamer, main
-from hf_prefetch.demo import load_demo_model, load_demo_tokenizer
+from hf_prefetch.demo import demo_model_path, load_demo_model, load_demo_tokenizer
 from hf_prefetch.memory.packing import unpack
 from hf_prefetch.pretrained import load_model
 
@@ -132,6 +133,40 @@ def test_bench_without_slots_measures_one_arm(capsys: pytest.CaptureFixture[str]
     assert len(rows) == 1
 
 
+def test_a_packed_folder_is_measured_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On it runs as `generate` runs it; off it is unpacked."""
+    assert main(["pack", "demo", "--out", str(tmp_path / "packed")]) == 0
+    out, lengths = tmp_path / "bench.json", ["--prompt-lengths", "8", "--decode-tokens", "0", "--repeats", "1"]
+    moved = {}
+    for pack in ([], ["--pack", "True"], ["--pack", "false"]):
+        assert main(["bench", str(tmp_path / "packed"), *lengths, *pack, *ON_CPU, "--json", str(out)]) == 0
+        assert ("experts packed" in capsys.readouterr().out) == (pack != ["--pack", "false"])
+        off, on = json.loads(out.read_text())["arms"]
+        assert on["points"][0]["logits_equal"] is True
+        assert off["points"][0]["moved_bytes"] is None
+        moved[tuple(pack)] = on["points"][0]["moved_bytes"]
+    assert moved[()] == moved["--pack", "True"] < 0.85 * moved["--pack", "false"]
+
+
+def test_code_that_comes_with_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It runs only if that is asked for, and the message says how."""
+    folder = tmp_path / "remote"
+    shutil.copytree(demo_model_path(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "of_its_own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        "from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM\n\n\n"
+        "class OwnConfig(Qwen3MoeConfig):\n    model_type = 'of_its_own'\n\n\n"
+        "class OwnModel(Qwen3MoeForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    command = ["generate", str(folder), "--prompt", "The", "--max-new-tokens", "2", *ON_CPU]
+    assert main(command) == 1
+    assert "trust_remote_code" in complaint(capsys.readouterr().err)
+    assert main([*command, "--trust-remote-code"]) == 0
+    assert capsys.readouterr().out.startswith("The")
+
+
 # -- what it refuses ----------------------------------------------------------------------------------------------------
 
 GENERATE = ["generate", "demo", "--prompt", "x"]
@@ -147,6 +182,7 @@ GENERATE = ["generate", "demo", "--prompt", "x"]
         pytest.param([*GENERATE, "--prefetch-experts-slots", "1"], 2, "'--prefetch-experts-slots': slots=1", id="one slot"),
         pytest.param([*GENERATE, "--prefetch-experts-slots", "many"], 2, "valid integer", id="slots in words"),
         pytest.param([*GENERATE, "--gpu-memory", "lots"], 2, "'--gpu-memory': gpu_memory='lots' is no size", id="no size"),
+        pytest.param([*GENERATE, "--pin-memory", "-1"], 2, "pin_memory can't be negative", id="less than no memory"),
         pytest.param([*GENERATE, "--gpu-memory", "1KiB", *ON_CPU], 1, "Give at least", id="too little memory"),
         pytest.param([*GENERATE, "--n-cpu-moe", "-1"], 2, "'--n-cpu-moe': n_cpu_moe counts layers", id="fewer than no layers"),
         pytest.param([*GENERATE, "--n-cpu-moe", "1", "--gpu-memory", "1GiB"], 2, "give one of them", id="both"),
