@@ -53,8 +53,11 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "ParallelConfig.enable_eplb",
         "ParallelConfig.enable_elastic_ep",
         "ParallelConfig.use_ubatching",
+        "ParallelConfig.pipeline_parallel_size",
+        "ParallelConfig.data_parallel_size",
+        "ParallelConfig.enable_expert_parallel",
     ),
-    "vllm/config/model.py": ("ModelConfig.enable_sleep_mode", "ModelConfig.enforce_eager"),
+    "vllm/config/model.py": ("ModelConfig.enable_sleep_mode", "ModelConfig.enforce_eager", "ModelConfig.quantization"),
     "vllm/config/offload.py": (
         "OffloadConfig.offload_backend",
         "OffloadConfig.uva",

@@ -16,7 +16,7 @@ from hf_prefetch.integrations.vllm import register
 from hf_prefetch.integrations.vllm.banks import LayerBank
 from hf_prefetch.integrations.vllm.hook import LayerHook
 from hf_prefetch.integrations.vllm.options import OPTIONS, options_of
-from hf_prefetch.integrations.vllm.refusals import KERNELS, refuse_config, refuse_layer
+from hf_prefetch.integrations.vllm.refusals import KERNELS, refuse_config, refuse_layer, warn_untried
 from hf_prefetch.integrations.vllm.versions import NEWEST, OLDEST, SUPPORTED, unsupported
 from hf_prefetch.layout import BankLayout
 
@@ -102,8 +102,16 @@ def test_without_vllm_registering_says_so(monkeypatch: pytest.MonkeyPatch, caplo
 def _engine(**changes: Any) -> tuple[Any, Any]:
     """The parts of an engine's config that are looked at, nothing of it forbidden but what is changed: `part__name=value`."""
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(enable_eplb=False, enable_elastic_ep=False, use_ubatching=False),
-        model_config=SimpleNamespace(enable_sleep_mode=False, enforce_eager=False),
+        parallel_config=SimpleNamespace(
+            enable_eplb=False,
+            enable_elastic_ep=False,
+            use_ubatching=False,
+            enable_expert_parallel=False,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+        ),
+        model_config=SimpleNamespace(enable_sleep_mode=False, enforce_eager=False, quantization=None),
+        lora_config=None,
         offload_config=SimpleNamespace(
             offload_backend="auto",
             uva=SimpleNamespace(cpu_offload_gb=0),
@@ -154,6 +162,25 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         refuse_config(*_engine(parallel_config__enable_eplb=True, model_config__enable_sleep_mode=True))
     assert "enable_eplb" in str(caught.value)
     assert "enable_sleep_mode" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"parallel_config__data_parallel_size": 2}, "data_parallel_size"),
+        ({"parallel_config__enable_expert_parallel": True}, "enable_expert_parallel"),
+        ({"lora_config": object()}, "enable_lora"),
+        ({"model_config__quantization": "fp8"}, "quantization=fp8"),
+        ({"model_config__enforce_eager": False}, "CUDA graphs"),
+    ],
+)
+def test_what_has_never_run_is_told(caplog: pytest.LogCaptureFixture, change: dict[str, Any], named: str) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.hf_prefetch"):
+        warn_untried(_engine(model_config__enforce_eager=True)[0])
+        assert not caplog.records
+        warn_untried(_engine(**{"model_config__enforce_eager": True} | change)[0])
+    assert named in caplog.text
 
 
 def _layer(kernel: str | None, *, monolithic: bool = False, lora: str = "", loaded: bool = True) -> Any:

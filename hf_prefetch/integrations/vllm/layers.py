@@ -26,7 +26,7 @@ from .engine import prefetch_layers
 from .hook import LayerHook
 from .metrics import publish
 from .options import options_of
-from .refusals import refuse, refuse_config, refuse_layer
+from .refusals import refuse, refuse_config, refuse_layer, warn_untried
 from .versions import unsupported
 
 __all__ = ["PrefetchedMoERunner", "PrefetchedRoutedExperts", "Stand", "stands_of", "worker_report"]
@@ -150,6 +150,7 @@ def worker_report(worker: Any) -> Report | None:
 def _set_up(engine: Any, options: PrefetchConfig, device: torch.device) -> None:
     """Have all layers of an engine prefetched."""
     stands = stands_of(engine)
+    warn_untried(engine)
     mode = engine.compilation_config.cudagraph_mode
     graphs = device.type == "cuda" and mode is not None and mode.name != "NONE"
     hooks = prefetch_layers([stand.layer for stand in stands], options, device, graphs=graphs)

@@ -6,9 +6,12 @@ there: its kernel, an adapter on its experts.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-__all__ = ["KERNELS", "refuse", "refuse_config", "refuse_layer"]
+__all__ = ["KERNELS", "refuse", "refuse_config", "refuse_layer", "warn_untried"]
+
+_log = logging.getLogger("vllm.hf_prefetch")
 
 # Kernels that read their weights from the layer at each call, and of these only the rows that are routed to; and that compute a
 # row alike wherever it is.
@@ -56,6 +59,26 @@ def _conflicts(config: Any, parallel: Any) -> list[tuple[str, str]]:
             )
         )
     return found
+
+
+def warn_untried(config: Any) -> None:
+    """Name what an engine's config (`VllmConfig`) asks for that this plugin was built for and has never run with."""
+    engine = config.parallel_config
+    untried = {
+        "pipeline_parallel_size": engine.pipeline_parallel_size > 1,
+        "data_parallel_size": engine.data_parallel_size > 1,
+        "enable_expert_parallel": engine.enable_expert_parallel,
+        "enable_lora": config.lora_config is not None,
+        f"quantization={config.model_config.quantization}": config.model_config.quantization is not None,
+        "CUDA graphs (enforce_eager=False)": config.device_config.device_type != "cpu"
+        and not config.model_config.enforce_eager,
+    }
+    named = [option for option, is_asked_for in untried.items() if is_asked_for]
+    if named:
+        _log.warning(
+            "hf_prefetch: never run yet together with %s. Compare its output with that of an engine without hf_prefetch before "
+            "you rely on it.", ", ".join(named),
+        )  # fmt: skip
 
 
 def _compiled_on_cpu(config: Any) -> list[str]:
