@@ -23,7 +23,7 @@ from .explaining import FROM_HUB, explain_json, explain_quantized, method_of
 from .memory.checkpoint import StoredTensor, UnknownDtypeError, read_headers
 from .memory.deferred import Deferred, NotDeferrableError, Packed
 from .memory.loading import Reader
-from .memory.packed_files import INDEX, is_packed, read_packed
+from .memory.packed_files import INDEX, Index, is_packed, read_index, read_packed
 
 __all__ = ["load_deferred", "packed_folder"]
 
@@ -33,7 +33,7 @@ _STEP_TAKES = ("model", "state_dict", "checkpoint_files", "load_config")
 
 
 def packed_folder(name: str | os.PathLike[str], kwargs: dict[str, Any]) -> Path | None:
-    """Where a packed checkpoint is, if it is one."""
+    """Where a packed checkpoint is, if it is one. Raises ValueError where that can't be said, see `is_packed`."""
     folder = Path(name, kwargs.get("subfolder") or "")
     return folder if is_packed(folder) else None
 
@@ -64,13 +64,17 @@ def load_deferred(
 
     packed = packed_folder(name, kwargs)
     given = kwargs
+    index = None
     if packed is not None:
+        index = read_index(packed)
         kwargs = _naming_packed_files(name, kwargs)
-    step = _DeferredStep(reader, packed, reads=reads)
-    classes = _Classes(AutoModelForCausalLM._model_mapping, step)
+    step = _DeferredStep(reader, index, reads=reads)
+    classes = _Classes(AutoModelForCausalLM._model_mapping, step, again=packed is not None)
     auto: Any = type(AutoModelForCausalLM.__name__, (AutoModelForCausalLM,), {"_model_mapping": classes})
     try:
         result = auto.from_pretrained(name, **kwargs)
+    except _RegisteredError:
+        return load_deferred(name, given, reader, reads=reads)
     except NotDeferrableError as error:
         # Raised where transformers would draw missing weights, after the step.
         if packed is not None and reads:
@@ -90,10 +94,10 @@ def load_deferred(
         raise
     model = result[0] if isinstance(result, tuple) else result
     step.give_class_back(model)
-    if packed is not None:
+    if packed is not None and index is not None:
         if step.why_not is not None:
             raise ValueError(f"{name} holds a packed checkpoint, which can't be loaded in this way: {step.why_not}.")
-        _refuse_incomplete(step.info, packed, model)
+        _refuse_incomplete(step.info, packed, index, model)
         # It says where these weights were found, not where those that will be saved are.
         for config in (model.config, model.config.get_text_config()):
             config.__dict__.pop("transformers_weights", None)
@@ -109,7 +113,7 @@ class _DeferredStep:
         info: what transformers says of a packed checkpoint.
     """
 
-    def __init__(self, reader: Reader, packed: Path | None, *, reads: bool) -> None:
+    def __init__(self, reader: Reader, packed: Index | None, *, reads: bool) -> None:
         self._reader = reader
         self._packed = packed
         self._reads = reads
@@ -171,8 +175,8 @@ class _DeferredStep:
         """The same with the files of a packed checkpoint, whose tensors are named as the model's own."""
         assert self._packed is not None, "it is one"
         try:
-            stored, packed = read_packed(files, json.loads((self._packed / INDEX).read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError) as error:
+            stored, packed = read_packed(files, self._packed)
+        except (OSError, ValueError) as error:
             self.problem = error
             raise
         self._reader.expect((*stored.values(), *(part for blocks, escapes, _ in packed.values() for part in (blocks, escapes))))
@@ -199,14 +203,15 @@ class _DeferredStep:
         return info, index
 
 
-def _refuse_incomplete(info: Any, folder: Path, model: nn.Module) -> None:
+def _refuse_incomplete(info: Any, folder: Path, index: Index, model: nn.Module) -> None:
     """A packed checkpoint was written from a whole model, so where something is missing that was another one."""
     if info.missing_keys:
-        written = json.loads((folder / INDEX).read_text(encoding="utf-8"))["metadata"].get("model")
+        made = type(model).__name__
+        other = "has other weights" if made == index.model else f"is a {made}"
         raise ValueError(
-            f"The packed checkpoint in {folder} lacks {min(info.missing_keys)!r}: it was written from a {written}, and its "
-            f"config.json makes a {type(model).__name__} whose weights have other names. Write it from a model that "
-            "AutoModelForCausalLM loads, with the config.json of that model."
+            f"The packed checkpoint in {folder} lacks {min(info.missing_keys)!r}: it was written from a {index.model}, and "
+            f"what its config.json makes {other}. The config belongs to another model, or parts of the model were replaced or "
+            "shared before it was written. Write it from a model as AutoModelForCausalLM loads it, with the config.json of that model."
         )
 
 
@@ -255,12 +260,20 @@ def _common_parts(key: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-class _Classes(Mapping[Any, Any]):
-    """transformers' table of model classes, each with the step that defers."""
+class _RegisteredError(Exception):
+    """A class that comes with a model is in the table now."""
 
-    def __init__(self, classes: Any, step: _DeferredStep) -> None:
+
+class _Classes(Mapping[Any, Any]):
+    """transformers' table of model classes, each with the step that defers.
+
+    `again`: a class that is entered is to be looked up here, which transformers does only when it loads the next time.
+    """
+
+    def __init__(self, classes: Any, step: _DeferredStep, *, again: bool) -> None:
         self._classes = classes
         self._step = step
+        self._again = again
 
     def __getitem__(self, config_class: Any) -> Any:
         found = self._classes[config_class]
@@ -280,6 +293,8 @@ class _Classes(Mapping[Any, Any]):
     def register(self, *args: Any, **kwargs: Any) -> None:
         """Enter a class, as transformers does with code that comes with a model."""
         self._classes.register(*args, **kwargs)
+        if self._again:
+            raise _RegisteredError
 
 
 @contextmanager

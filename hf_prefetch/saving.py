@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,14 +61,16 @@ def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: b
 
     Args:
         model: a transformers model, enabled or not. What is packed already is not packed again.
-        folder: where to write; made if it is not there. A packed checkpoint that it holds is replaced.
+        folder: where to write; made if it is not there. A packed checkpoint that it holds is replaced once the new one is
+            whole, and may be the one that the model was loaded from. Until then there has to be room for both.
         progress: show a bar over the bytes; None shows it in terminals and notebooks.
 
     Raises:
         TypeError: it is no transformers model.
-        ValueError: it has no experts, or some of its weights are not here, or are in a quantized format.
+        ValueError: it has no experts in bfloat16, or some of its weights are not here, or are in a quantized format; or it is
+            not what `from_pretrained` would make of its config; or the name of the folder is empty.
         RuntimeError: called from inside a forward of the model.
-        FileExistsError: the folder holds an ordinary checkpoint.
+        FileExistsError, NotADirectoryError: the folder holds an ordinary checkpoint, or is a file.
 
     Example:
         >>> import tempfile
@@ -83,6 +86,8 @@ def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: b
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"a transformers model can be saved packed, not a {type(model).__name__}")
+    if not os.fspath(folder):
+        raise ValueError("The name of the folder is empty. Give '.' for the current one.")
     found = (module.__dict__.get("expert_prefetch") for module in model.modules())
     with ExitStack() as held:
         for scheduler in found:
@@ -110,6 +115,7 @@ def pack_checkpoint(source: Path, folder: Path, device: StreamDevice, *, progres
     """
     if is_packed(source):
         raise ValueError(f"{source} holds a packed checkpoint already")
+    beside = [file for pattern in _BESIDES for file in sorted(source.glob(pattern)) if not file.name.endswith(".index.json")]
     with deferred_model(source, False, dtype="auto") as (model, unread):
 
         def value(parameter: torch.Tensor) -> torch.Tensor:
@@ -117,22 +123,25 @@ def pack_checkpoint(source: Path, folder: Path, device: StreamDevice, *, progres
             unread.load(parameter, there)
             return there
 
-        written = _write(model, folder, value, progress, device)
-    for pattern in _BESIDES:
-        for file in sorted(source.glob(pattern)):
-            if not file.name.endswith(".index.json") and not (folder / file.name).exists():
-                copyfile(file, folder / file.name)
-    return written
+        return _write(model, folder, value, progress, device, beside)
 
 
 def _write(
-    model: Any, folder: Path, value: Callable[[torch.Tensor], torch.Tensor], progress: bool | None, device: StreamDevice
+    model: Any,
+    folder: Path,
+    value: Callable[[torch.Tensor], torch.Tensor],
+    progress: bool | None,
+    device: StreamDevice,
+    beside: Sequence[Path] = (),
 ) -> Written:
     groups = _groups(model)
+    made = _class_to_load(model)
     sizes = [sum(tensor.numel() * tensor.element_size() for tensor in group.values()) for group, _ in groups]
-    folder.mkdir(parents=True, exist_ok=True)
-    files, after, count = PackedFiles(folder, len(groups)), 0, 0
-    with byte_progress(sum(sizes), "writing packed weights", progress) as bar:
+    after, count = 0, 0
+    with (
+        PackedFiles(folder, len(groups)) as files,
+        byte_progress(sum(sizes), "writing packed weights", progress) as bar,
+    ):
         for (group, is_bank), size in zip(groups, sizes, strict=True):
             plain: dict[str, torch.Tensor] = {}
             packed: dict[str, tuple[PackedRows, torch.Size]] = {}
@@ -147,11 +156,53 @@ def _write(
             after += files.write(plain, packed)
             count += len(packed)
             bar.update(size)
-    model.config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-    files.finish(model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."))
+        model.config.save_pretrained(files.unfinished)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(files.unfinished)
+        for file in beside:
+            if not (files.unfinished / file.name).exists() and (files.replaces or not (folder / file.name).exists()):
+                copyfile(file, files.unfinished / file.name)
+        files.finish(model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."))
+        if type(model) is not made:
+            # Of such a model a part is loaded, under names that only transformers' loading knows.
+            with deferred_model(files.unfinished, False, dtype="auto"):
+                pass
+        files.put_in_place()
     return Written(sum(sizes), after, count)
+
+
+def _class_to_load(model: Any) -> type:
+    """The class of the model that would be loaded again. Raises ValueError if what is written could not be."""
+    from transformers import AutoModelForCausalLM
+
+    if type(model.config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"This {type(model).__name__} could not be loaded again: AutoModelForCausalLM knows no class for a "
+            f"{type(model.config).__name__}. save_pretrained writes it; from_pretrained(..., pack=True) packs while it loads."
+        )
+    with torch.device("meta"):
+        other: Any = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))  # type: ignore[no-untyped-call]
+    remedy = "Save a model as AutoModelForCausalLM loads it, or write this one with save_pretrained."
+    if type(model) is not type(other):
+        if type(getattr(other, other.base_model_prefix, None)) is type(model):
+            raise ValueError(
+                f"A {type(model).__name__} could not be loaded again: AutoModelForCausalLM makes a {type(other).__name__} of "
+                f"its config, which has more than that. {remedy}"
+            )
+        return type(other)
+    shapes, wanted = ({name: tensor.shape for name, tensor in _tensors(each)} for each in (model, other))
+    # A weight that has several names may be written under each of them.
+    unknown = shapes.keys() - other.state_dict().keys()
+    wrong = sorted(unknown | {name for name, shape in wanted.items() if shapes.get(name) != shape})
+    if wrong:
+        name = wrong[0]
+        has = f"has {tuple(shapes[name])}" if name in shapes else "has nothing, or shares it with another module"
+        makes = f"has {tuple(wanted[name])}" if name in wanted else "has nothing"
+        raise ValueError(
+            f"This model could not be loaded again, since it is not what its config describes: of {name!r} it "
+            f"{has}, and what the config describes {makes}. {remedy}"
+        )
+    return type(other)
 
 
 def _groups(model: nn.Module) -> list[tuple[dict[str, torch.Tensor], bool]]:
@@ -164,7 +215,15 @@ def _groups(model: nn.Module) -> list[tuple[dict[str, torch.Tensor], bool]]:
         raise ValueError(
             "This model is quantized, so its experts are in another format than bfloat16. save_pretrained writes it."
         )
-    banks = [bank for bank in find_banks(model).banks if bank.layout.has_rows]
+    found = find_banks(model).banks
+    banks = [bank for bank in found if bank.layout.has_rows]
+    dtypes = {parameter.dtype for bank in found for parameter in bank.parameters.values()}
+    if torch.bfloat16 not in dtypes:
+        formats = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ValueError(
+            f"There is nothing to pack: this model's experts are {formats}, and only bfloat16 is packed. save_pretrained "
+            "writes it as it is."
+        )
     bank_of = {id(parameter): number for number, bank in enumerate(banks) for parameter in bank.parameters.values()}
     groups: list[tuple[dict[str, torch.Tensor], bool]] = [({}, True) for _ in banks]
     rest: list[tuple[dict[str, torch.Tensor], bool]] = []

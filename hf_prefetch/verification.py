@@ -1,4 +1,7 @@
-"""What packing makes of the experts of a checkpoint: bytes, and whether every bit comes back. Reads files, writes none."""
+"""What packing makes of the experts of a checkpoint: bytes, and whether every bit comes back. Reads files, writes none.
+
+Of a packed checkpoint it is whether every byte is the one that was written.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ import torch
 from safetensors import safe_open
 
 from .memory.checkpoint import StoredTensor, read_headers
-from .memory.packed_files import is_packed
+from .memory.packed_files import damaged_tensors, is_packed
 from .memory.packing import pack, unpack
 from .progress import byte_progress
 from .sizes import shown
 
-__all__ = ["Verification", "verify"]
+__all__ = ["Checked", "Verification", "verify"]
 
 # A path with `expert` or `experts` in it as a whole word, as checkpoints name what belongs to single experts.
 _EXPERTS = re.compile(r"(^|\.)experts?(\.|$)")
@@ -67,8 +70,31 @@ class Verification:
         return "\n".join(f"{name:<{widths[0]}}  {value:>{widths[1]}}  {meaning}" for name, value, meaning in rows)
 
 
-def verify(folder: Path, name: str, device: torch.device, *, progress: bool | None = None) -> Verification:
+@dataclass(frozen=True)
+class Checked:
+    """What was found in a packed checkpoint. Prints as a line.
+
+    Attributes:
+        name: of the checkpoint.
+        tensors: how many were read, with `nbytes` bytes in the files.
+        wrong: those whose checksums are not the ones that were written, with their files.
+    """
+
+    name: str
+    tensors: int
+    nbytes: int
+    wrong: tuple[str, ...]
+
+    def __str__(self) -> str:
+        found = f"DAMAGED: {', '.join(self.wrong[:3])}" if self.wrong else "all checksums are right"
+        return f"{self.name} is packed already; {self.tensors:,} tensors, {shown(self.nbytes)}, were read: {found}"
+
+
+def verify(folder: Path, name: str, device: torch.device, *, progress: bool | None = None) -> Verification | Checked:
     """Pack and unpack each expert's weights of a checkpoint, one tensor at a time, and compare every bit.
+
+    Which weights are experts' is seen by their names, since no model is made: by `expert` or `experts` as a part of them. Of a
+    packed checkpoint everything is read and compared with its checksums.
 
     Args:
         folder: with safetensors files.
@@ -80,16 +106,23 @@ def verify(folder: Path, name: str, device: torch.device, *, progress: bool | No
         FileNotFoundError: there are no safetensors files.
         ValueError: a file is broken, or there are no experts in bfloat16.
     """
+    if is_packed(folder):
+        return _checked(folder, name, progress)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"{name} holds no safetensors files")
-    if is_packed(folder):
-        raise ValueError(f"{name} holds a packed checkpoint: its checksums are compared whenever it is loaded")
+        raise FileNotFoundError(
+            f"{name} holds no safetensors files, and --verify reads no others; --out FOLDER packs whatever can be loaded"
+        )
     experts = [stored for key, stored in read_headers(files).items() if _EXPERTS.search(key) and len(stored.shape) > 1]
     suited = [stored for stored in experts if stored.dtype is torch.bfloat16]
     if not suited:
         kinds = ", ".join(sorted({str(stored.dtype).removeprefix("torch.") for stored in experts}))
-        raise ValueError(f"{name} has no experts in bfloat16 to pack" + (f"; its experts are {kinds}" if kinds else ""))
+        if kinds:
+            raise ValueError(f"{name} has no experts in bfloat16 to pack; its experts are {kinds}")
+        raise ValueError(
+            f"{name} has no weights whose names have 'expert' or 'experts' as a part, and --verify goes by names. --out packs "
+            "what the model itself has as experts, and says how many tensors that were; --verify of what it has written checks it."
+        )
     packed_nbytes, escapes, wrong = 0, 0, []
     counts = torch.zeros(256, dtype=torch.int64)
     with byte_progress(sum(stored.nbytes for stored in suited), "experts packed and compared", progress) as bar:
@@ -109,6 +142,18 @@ def verify(folder: Path, name: str, device: torch.device, *, progress: bool | No
     return Verification(
         name, len(suited), len(experts) - len(suited), nbytes, packed_nbytes, escapes, information, tuple(wrong)
     )
+
+
+def _checked(folder: Path, name: str, progress: bool | None) -> Checked:
+    count, nbytes, wrong = 0, 0, []
+    total = sum(file.stat().st_size for file in folder.glob("packed-*.safetensors"))
+    with byte_progress(total, "checksums compared", progress) as bar:
+        for stored, is_damaged in damaged_tensors(folder):
+            count, nbytes = count + 1, nbytes + stored.nbytes
+            if is_damaged:
+                wrong.append(str(stored))
+            bar.update(stored.nbytes)
+    return Checked(name, count, nbytes, tuple(wrong))
 
 
 def _tensors(tensors: list[StoredTensor]) -> Iterator[tuple[StoredTensor, torch.Tensor]]:

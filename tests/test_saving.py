@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -21,7 +23,6 @@ from hf_prefetch.cli import main
 from hf_prefetch.demo import demo_model_path, load_demo_model
 from hf_prefetch.discovery import find_banks
 from hf_prefetch.memory.packed_files import INDEX
-from hf_prefetch.memory.packing import pack
 from hf_prefetch.packed import PackedWeights
 from hf_prefetch.testing import FakeDevice
 from models import FAMILIES, build, experts_of, prompt
@@ -132,11 +133,12 @@ def test_architectures(name: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"no Mixture-of-Experts|can be prefetched"):
             save_packed(model, tmp_path / "packed", progress=False)
         return
-    save_packed(model, tmp_path / "packed", progress=False)
     if name in PARTS:
-        with pytest.raises(ValueError, match=r"was written from a \w+ForConditionalGeneration, and .* makes a \w+ForCausalLM"):
-            load(tmp_path / "packed")
+        with pytest.raises(ValueError, match=r"was written from a \w+ForConditionalGeneration, and .* is a \w+ForCausalLM"):
+            save_packed(model, tmp_path / "packed", progress=False)
+        assert not list((tmp_path / "packed").iterdir())
         return
+    save_packed(model, tmp_path / "packed", progress=False)
     loaded, values = load(tmp_path / "packed"), state_of(expected)
     if type(loaded) is type(model):
         # transformers may cast some, and does not find all again that it has saved.
@@ -231,12 +233,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert said[0] == said[1]
     assert main(["generate", str(out), "--prompt", "The", "--prefetch-experts-slots", "0", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith(said[0].rstrip())
-    for arguments, words in (
-        (["--out", str(tmp_path / "twice")], "packed checkpoint already"),
-        (["--verify"], "whenever it is"),
-    ):
-        assert main(["pack", str(out), *arguments, "--device", "cpu"]) == 1
-        assert words in capsys.readouterr().err
+    assert main(["pack", str(out), "--out", str(tmp_path / "twice"), "--device", "cpu"]) == 1
+    assert "packed checkpoint already" in capsys.readouterr().err
     assert main(["pack", "demo", "--out", str(demo_copy(tmp_path)), "--device", "cpu"]) == 1
     assert "holds an ordinary checkpoint" in capsys.readouterr().err
 
@@ -316,20 +314,177 @@ def test_a_file_that_changes_while_it_is_read(copy: Path, monkeypatch: pytest.Mo
     assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
 
 
-def test_what_is_not_whole_is_not_there(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt while a checkpoint is written over another one leaves none."""
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}", b"[]", b"null", b'{"metadata": 3}'])
+def test_an_index_that_is_damaged(copy: Path, content: bytes) -> None:
+    """Named, with what to do, as any other file."""
+    (copy / INDEX).write_bytes(content)
+    for options in ({}, {"slots": 0, "device": None}):
+        with pytest.raises(ValueError, match=rf"{INDEX} is damaged: .*copy it again"):
+            load(copy, **options)
 
-    def interrupted(rows: torch.Tensor) -> Any:
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_prefetch.packed.pack", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        save_packed(load_demo_model(), copy, progress=False)
-    with pytest.raises(OSError, match="no file named"):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index["metadata"].pop("headers"),
+        lambda index: index.pop("weight_map"),
+        lambda index: index["weight_map"].update({"model.norm.weight": 3}),
+        lambda index: index["weight_map"].update({"model.norm.weight": "../other.safetensors"}),
+        lambda index: index["weight_map"].pop("model.norm.weight"),
+    ],
+    ids=["headers", "map", "number", "elsewhere", "lacks one"],
+)
+def test_an_index_that_says_too_little(copy: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """JSON, but not what was written."""
+    _edit_index(change)(copy)
+    with pytest.raises(ValueError, match=rf"{INDEX} is damaged: .*copy it again"):
         load(copy)
-    monkeypatch.setattr("hf_prefetch.packed.pack", pack)
-    save_packed(load_demo_model(), copy, progress=False)
+
+
+def test_any_bit_of_the_index(copy: Path) -> None:
+    """What is loaded is what was written, or an error of the kinds that are promised."""
+    expected, content = state_of(load_demo_model()), (copy / INDEX).read_bytes()
+    for place in range(7, len(content), len(content) // 40):
+        spoilt = bytearray(content)
+        spoilt[place] ^= 1 << place % 8
+        (copy / INDEX).write_bytes(spoilt)
+        try:
+            model = load(copy, slots=0, device=None)
+        except (ValueError, FileNotFoundError):
+            continue
+        assert_same(model, expected)
+
+
+def test_verify_a_packed_one(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it is read and compared with its checksums."""
+    assert main(["pack", str(copy), "--verify", "--device", "cpu"]) == 0
+    assert "all checksums are right" in capsys.readouterr().out
+    _flip(0.5)(copy)
+    assert main(["pack", str(copy), "--verify", "--device", "cpu"]) == 1
+    assert f"{FIRST}" in capsys.readouterr().out
+
+
+def test_two_kinds_in_a_folder(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither is guessed to be the one that is meant."""
+    load_demo_model().save_pretrained(copy)
+    for options in ({}, {"slots": 0, "device": None}):
+        with pytest.raises(ValueError, match=rf"an ordinary one \(model\.safetensors\) and a packed one \({INDEX}\).*Remove"):
+            load(copy, **options)
+    for arguments in (["generate", str(copy), "--prompt", "The"], ["pack", str(copy), "--verify"]):
+        assert main([*arguments, "--device", "cpu"]) == 1
+        assert "holds two checkpoints" in capsys.readouterr().err
+    with pytest.raises(FileExistsError, match="ordinary checkpoint"):
+        save_packed(load_demo_model(), copy)
+    for file in copy.glob("packed*"):
+        file.unlink()
     assert_same(load(copy), state_of(load_demo_model()))
+
+
+def _interrupt_at(number: int, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    calls = iter(range(number + 1))
+
+    def interrupted(*args: Any) -> None:
+        if next(calls) == number:
+            raise error
+        save_file(*args)
+
+    monkeypatch.setattr("hf_prefetch.memory.packed_files.save_file", interrupted)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("number", [0, 5])
+def test_an_interrupt_while_one_is_replaced(
+    number: int, error: type[BaseException], copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one stays as it is, and nothing is left of the new one."""
+    before = {file.name: file.read_bytes() for file in copy.iterdir()}
+    model = load(copy)
+    _interrupt_at(number, monkeypatch, error)
+    with pytest.raises(error):
+        save_packed(model, copy, progress=False)
+    assert {file.name: file.read_bytes() for file in copy.iterdir()} == before
+
+
+def test_an_interrupt_while_one_is_put_in_place(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of the new one lie beside the old one, which is still the one that is loaded; writing again tidies up."""
+    changed, replace, names = load_demo_model(), os.replace, len(list(copy.iterdir()))
+    with torch.no_grad():
+        next(iter(experts_of(changed).values())).down_proj.mul_(2)
+
+    def interrupted(source: Path, target: Path) -> None:
+        if target.name == INDEX:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hf_prefetch.memory.packed_files.os.replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save_packed(changed, copy, progress=False)
+    assert_same(load(copy), state_of(load_demo_model()))
+    save_packed(changed, copy, progress=False)
+    assert_same(load(copy), state_of(changed))
+    assert len(list(copy.iterdir())) == names
+
+
+def test_one_that_is_not_whole(tmp_path: Path, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process that was killed leaves, and a copy that lacks the index."""
+    folder = tmp_path / "new"
+    _interrupt_at(5, monkeypatch, KeyboardInterrupt)
+    with monkeypatch.context() as killed:
+        killed.setattr("hf_prefetch.memory.packed_files.shutil.rmtree", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            save_packed(load_demo_model(), folder, progress=False)
+    part = shutil.copytree(written, tmp_path / "part", ignore=lambda *_: [INDEX])
+    for there in (folder, Path(part)):
+        for options in ({}, {"slots": 0, "device": None}):
+            with pytest.raises(ValueError, match=rf"not whole: there is packed-.*, but no {INDEX}"):
+                load(there, **options)
+    monkeypatch.setattr("hf_prefetch.memory.packed_files.save_file", save_file)
+    save_packed(load_demo_model(), folder, progress=False)
+    assert_same(load(folder), state_of(load_demo_model()))
+    assert {file.name for file in folder.iterdir()} == {file.name for file in written.iterdir()}
+
+
+@pytest.mark.parametrize("options", [{}, {"pin_memory": 0}, {"pack": False}, {"slots": 0, "device": None}])
+def test_onto_its_own_source(options: dict[str, Any], copy: Path) -> None:
+    """Whatever of them is in memory or in these very files, both stay what they are."""
+    expected = load_demo_model()
+    model = load(copy, **options)
+    for _ in range(2):
+        save_packed(model, copy, progress=False)
+        assert_same(load(copy), state_of(expected))
+        with torch.no_grad():
+            assert torch.equal(model(prompt(9)).logits, expected(prompt(9)).logits)
+
+
+def test_what_could_not_be_loaded_again(tmp_path: Path) -> None:
+    """It is refused before anything is written."""
+    shared, fewer, own = load_demo_model(), load_demo_model(), load_demo_model()
+    shared.model.layers[1].mlp.experts = shared.model.layers[0].mlp.experts
+    fewer.config.num_hidden_layers += 1
+    if getattr(fewer.config, "layer_types", None):
+        fewer.config.layer_types = [*fewer.config.layer_types, fewer.config.layer_types[-1]]
+    experts = own.model.layers[0].mlp.experts
+    experts.scale = nn.Parameter(torch.ones(experts.down_proj.shape[0], 4, dtype=torch.bfloat16))
+    for model, words in (
+        (load_demo_model().model, r"AutoModelForCausalLM makes a \w+ForCausalLM of its config"),
+        (shared, r"'model\.layers\.1\.mlp\.experts\.down_proj' it has nothing, or shares it"),
+        (fewer, r"'model\.layers\.7\..* has nothing"),
+        (own, r"'model\.layers\.0\.mlp\.experts\.scale' it has .*describes has nothing"),
+        (load_demo_model().float(), "nothing to pack: this model's experts are float32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            save_packed(model, tmp_path / "never", progress=False)
+    assert not (tmp_path / "never").exists()
+
+
+def test_where_it_can_not_be_written(tmp_path: Path) -> None:
+    """In words, too."""
+    with pytest.raises(ValueError, match="name of the folder is empty"):
+        save_packed(load_demo_model(), "")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        save_packed(load_demo_model(), tmp_path / "file")
 
 
 def test_what_can_not_be_saved(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 A packed checkpoint is a folder like any other, with a `config.json`, but its weights are in files that have names of their own,
 so that whoever doesn't know about packing finds no weights there, rather than others. They are safetensors files:
 
-    packed.safetensors.index.json   which tensor is in which file; it is written last, so that a folder without it is not whole
+    packed.safetensors.index.json   which tensor is in which file; it is put there last: a folder without it is not whole
     packed-00001-of-00017.safetensors, ...
+
+While they are written they are in a folder of their own inside, `packed-unfinished-*`. Where a packed checkpoint is replaced,
+the new files have other names than the old ones (`packed-00001-of-00017-2.safetensors`): the index says which of them count.
 
 Tensors are named as in the model (`model.layers.0.mlp.experts.gate_up_proj`). One that is packed is two of them: `NAME.blocks`,
 uint8 (experts, blocks, BLOCK_BYTES), and `NAME.escapes`, int64 (experts, 1 + most), see `memory/packing.py`. The header of each
@@ -21,12 +24,17 @@ and the index has, under `metadata`, format and version, the model's class and d
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, count
 from math import prod
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -35,51 +43,113 @@ from safetensors.torch import save_file
 from .checkpoint import StoredTensor, read_headers, read_metadata, runs
 from .packing import BLOCK, BLOCK_BYTES, PackedRows
 
-__all__ = ["INDEX", "PackedFiles", "is_packed", "read_packed"]
+__all__ = ["INDEX", "Index", "PackedFiles", "damaged_tensors", "is_packed", "read_index", "read_packed"]
 
 INDEX = "packed.safetensors.index.json"
 FORMAT = "hf_prefetch.packed"
 VERSION = 1
+_UNFINISHED = "packed-unfinished-"
 _AGAIN = "Download or copy it again, or pack the checkpoint again."
+# Files in which transformers would look for weights.
+_ORDINARY = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 # Threads that work out checksums: each does about 1.5 GB/s.
 _THREADS = 8
 
 
+@dataclass(frozen=True)
+class Index:
+    """What the index of a packed checkpoint says: in which file each tensor is, and the CRC-32 of each file's header.
+
+    `model`: the class of the model that was written.
+    """
+
+    files: Mapping[str, str]
+    headers: Mapping[str, int]
+    model: str
+
+
 def is_packed(folder: Path) -> bool:
-    """Whether a folder holds a packed checkpoint."""
-    return (folder / INDEX).is_file()
+    """Whether a folder holds a packed checkpoint.
+
+    Raises:
+        ValueError: it holds an ordinary one as well, or what there is of a packed one is not whole.
+    """
+    ordinary = _ordinary(folder)
+    if (folder / INDEX).is_file():
+        if ordinary:
+            raise ValueError(
+                f"{folder} holds two checkpoints: an ordinary one ({ordinary}) and a packed one ({INDEX}), and nothing says "
+                "which is meant. Remove the files of one of them: those of the packed one begin with 'packed'."
+            )
+        return True
+    part = next(folder.glob("packed-*"), None)
+    if part is not None and not ordinary:
+        raise ValueError(
+            f"{folder} holds a packed checkpoint that is not whole: there is {part.name}, but no {INDEX}, which is put there "
+            "last. Writing or copying it was interrupted, or goes on. Write, copy or download it again."
+        )
+    return False
+
+
+def _ordinary(folder: Path) -> str | None:
+    """The name of a file of an ordinary checkpoint."""
+    return next((file.name for pattern in _ORDINARY for file in sorted(folder.glob(pattern))), None)
 
 
 class PackedFiles:
-    """Writes the files of a packed checkpoint one after the other, and the index at the end.
+    """Writes the files of a packed checkpoint one after the other, and puts all of them into their place at the end.
+
+    Until then a packed checkpoint that is there stays as it is, and after an error nothing is left of the new one. Files of the
+    old one may be open: what has opened them goes on reading what was there.
 
     Args:
-        folder: where; it is there already. An index that it holds is removed at once.
+        folder: where; made if it is not there.
         count: how many files there will be.
+
+    Attributes:
+        unfinished: the folder in which files are until the end. Whatever else is in there is put into its place, too.
+        replaces: whether there is a packed checkpoint already.
 
     Raises:
         FileExistsError: the folder holds an ordinary checkpoint.
+        NotADirectoryError: it is a file.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
-        others = [file.name for file in folder.glob("*.safetensors") if not file.name.startswith("packed-")]
-        if others:
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is a file. Give a folder to write a packed checkpoint to.")
+        ordinary = _ordinary(folder)
+        if ordinary:
             raise FileExistsError(
-                f"{folder} holds an ordinary checkpoint ({others[0]}), which would be mixed up with a packed one. Give another "
+                f"{folder} holds an ordinary checkpoint ({ordinary}), which would be mixed up with a packed one. Give another "
                 "folder."
             )
-        (folder / INDEX).unlink(missing_ok=True)
-        for file in folder.glob("packed-*.safetensors"):
-            file.unlink()
-        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.replaces = (folder / INDEX).is_file()
+        for left in folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(left)
+        self.unfinished = Path(mkdtemp(dir=folder, prefix=_UNFINISHED))
+        self._folder = folder
         self._count = count
         self._files: dict[str, str] = {}
         self._headers: dict[str, int] = {}
         self._nbytes = 0
 
+    def __enter__(self) -> PackedFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.unfinished, ignore_errors=True)
+
+    def _name(self) -> str:
+        """Of the next file: one that no file has which is there already."""
+        stem = f"packed-{len(self._headers) + 1:05}-of-{self._count:05}"
+        marks = chain([""], (f"-{number}" for number in count(2)))
+        return next(name for name in (f"{stem}{mark}.safetensors" for mark in marks) if not (self._folder / name).exists())
+
     def write(self, tensors: Mapping[str, torch.Tensor], packed: Mapping[str, tuple[PackedRows, torch.Size]]) -> int:
         """Write a file: tensors as they are, and packed ones with their shapes. Returns its bytes."""
-        name = f"packed-{len(self._headers) + 1:05}-of-{self._count:05}.safetensors"
+        name = self._name()
         everything = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         for key, (rows, _) in packed.items():
             everything |= {f"{key}.blocks": rows.blocks.cpu().contiguous(), f"{key}.escapes": rows.escapes.cpu().contiguous()}
@@ -91,22 +161,67 @@ class PackedFiles:
             "packed": json.dumps({key: list(shape) for key, (_, shape) in packed.items()}),
             "checksums": json.dumps(sums),
         }
-        save_file(everything, self.folder / name, metadata)
-        self._headers[name] = _header_checksum(self.folder / name)
+        save_file(everything, self.unfinished / name, metadata)
+        self._headers[name] = _header_checksum(self.unfinished / name)
         self._files |= dict.fromkeys(everything, name)
         nbytes = sum(tensor.nbytes for tensor in everything.values())
         self._nbytes += nbytes
         return nbytes
 
     def finish(self, **about: str) -> None:
-        """Write the index: the checkpoint is whole. `about`: the model's class, and its dtype, which a config need not say."""
+        """Write the index: `unfinished` holds a whole checkpoint.
+
+        `about`: the model's class, and its dtype, which a config need not say.
+        """
         metadata = {"format": FORMAT, "version": VERSION, "total_size": self._nbytes, "headers": self._headers}
         index = {"metadata": metadata | about, "weight_map": self._files}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        (self.unfinished / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+    def put_in_place(self) -> None:
+        """Put everything into its place. What was there before is removed."""
+        # Weights first, the index last. Nothing that is in use is written over before the index but the config.
+        written = sorted(self.unfinished.iterdir(), key=lambda file: (file.name == INDEX, file.name not in self._headers))
+        for file in written:
+            os.replace(file, self._folder / file.name)
+        for file in self._folder.glob("packed-*.safetensors"):
+            if file.name not in self._headers:
+                # Where a file that is open can't be removed, it stays, and does no harm.
+                with suppress(PermissionError):
+                    file.unlink()
+
+
+def read_index(folder: Path) -> Index:
+    """What the index of a packed checkpoint says.
+
+    Raises:
+        ValueError: it is damaged, or of another version; the message names it.
+    """
+    file = folder / INDEX
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(file, f"it is no JSON ({error})") from error
+    said = index.get("metadata") if isinstance(index, dict) else None
+    if not isinstance(said, dict):
+        raise _damaged(file, "it does not say what it is")
+    _check_version(file, said.get("format"), said.get("version"))
+    headers, files = said.get("headers"), index.get("weight_map")
+    if not isinstance(headers, dict) or not isinstance(files, dict) or not headers or not files:
+        raise _damaged(file, "it does not say which tensor is in which file")
+    for name in files.values():
+        if not isinstance(name, str) or name not in headers or Path(name).name != name:
+            raise _damaged(file, f"{name!r} is no file of this checkpoint")
+    if set(headers) - set(files.values()):
+        raise _damaged(file, f"it names no tensor of {min(set(headers) - set(files.values()))}")
+    return Index(files, headers, str(said.get("model")))
+
+
+def _damaged(file: Path, why: str) -> ValueError:
+    return ValueError(f"{file} is damaged: {why}. {_AGAIN}")
 
 
 def read_packed(
-    files: Sequence[str | Path], index: Mapping[str, Any]
+    files: Sequence[str | Path], index: Index
 ) -> tuple[dict[str, StoredTensor], dict[str, tuple[StoredTensor, StoredTensor, torch.Size]]]:
     """Where everything lies in the files of a packed checkpoint. No weight is read.
 
@@ -122,18 +237,18 @@ def read_packed(
         FileNotFoundError: a file is missing.
         ValueError: it is of another version, or a file is broken. The message names the file, and the key where there is one.
     """
-    said = index.get("metadata") or {}
-    _check_version(INDEX, said.get("format"), said.get("version"))
-    stored = read_headers(files, index.get("weight_map"))
+    stored = read_headers(files, index.files)
     shapes: dict[str, Any] = {}
     for file in map(Path, files):
-        if _header_checksum(file) != (said.get("headers") or {}).get(file.name):
-            raise ValueError(f"{file} is damaged: its header is not the one that was written. {_AGAIN}")
+        if _header_checksum(file) != index.headers.get(file.name):
+            raise _damaged(file, "its header is not the one that was written")
         metadata = read_metadata(file)
         _check_version(file, metadata.get("format"), metadata.get("version"))
         sums = json.loads(metadata["checksums"])
         shapes |= json.loads(metadata["packed"])
         stored |= {key: replace(tensor, checksums=tuple(sums[key])) for key, tensor in stored.items() if tensor.file == file}
+    if stored.keys() != index.files.keys():
+        raise _damaged(Path(files[0]).parent / INDEX, f"it lacks {min(stored.keys() - index.files.keys())!r}")
     packed = {}
     for key, shape in shapes.items():
         blocks, escapes = stored.pop(f"{key}.blocks"), stored.pop(f"{key}.escapes")
@@ -152,6 +267,28 @@ def _check_version(where: object, kind: object, version: object) -> None:
             f"{where} is of version {version} of packed checkpoints, and this version of hf_prefetch reads {VERSION}. Take the "
             "one that has written it, or pack the checkpoint again: hf-prefetch pack PATH --out FOLDER."
         )
+
+
+def damaged_tensors(folder: Path) -> Iterator[tuple[StoredTensor, bool]]:
+    """Read every tensor of a packed checkpoint, and say whether it is not the one that was written.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_packed`.
+    """
+    index = read_index(folder)
+    plain, packed = read_packed([folder / name for name in sorted(index.headers)], index)
+    parts = (part for blocks, escapes, _ in packed.values() for part in (blocks, escapes))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for stored in (*plain.values(), *parts):
+            places = list(runs(stored.shape, stored.nbytes))
+            sums = pool.map(lambda place, stored=stored: _checksum(stored, *place), places)
+            yield stored, tuple(sums) != stored.checksums
+
+
+def _checksum(stored: StoredTensor, begin: int, end: int) -> int:
+    with stored.file.open("rb") as stream:
+        stream.seek(stored.offset + begin)
+        return zlib.crc32(stream.read(end - begin))
 
 
 def _header_checksum(file: Path) -> int:
