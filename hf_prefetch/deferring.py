@@ -54,11 +54,11 @@ def _naming_packed_files(name: str | os.PathLike[str], kwargs: dict[str, Any]) -
 
 
 def load_deferred(
-    name: str | os.PathLike[str], kwargs: dict[str, Any], reader: Reader, *, reads: bool = False
+    name: str | os.PathLike[str], kwargs: dict[str, Any], reader: Reader, *, reads: bool = False, registers: bool = True
 ) -> tuple[Any, str | None]:
     """What transformers gives for a checkpoint, with deferred tensors in it; and why there are none, if it has to be so.
 
-    `reads`: what is not packed is read at once.
+    `reads`: what is not packed is read at once. `registers`: code that comes with the model may have to be loaded first.
     """
     from transformers import AutoModelForCausalLM
 
@@ -69,12 +69,12 @@ def load_deferred(
         index = read_index(packed)
         kwargs = _naming_packed_files(name, kwargs)
     step = _DeferredStep(reader, index, reads=reads)
-    classes = _Classes(AutoModelForCausalLM._model_mapping, step, again=packed is not None)
+    classes = _Classes(AutoModelForCausalLM._model_mapping, step, again=packed is not None and registers)
     auto: Any = type(AutoModelForCausalLM.__name__, (AutoModelForCausalLM,), {"_model_mapping": classes})
     try:
         result = auto.from_pretrained(name, **kwargs)
     except _RegisteredError:
-        return load_deferred(name, given, reader, reads=reads)
+        return load_deferred(name, given, reader, reads=reads, registers=False)
     except NotDeferrableError as error:
         # Raised where transformers would draw missing weights, after the step.
         if packed is not None and reads:
@@ -82,7 +82,7 @@ def load_deferred(
                 f"{name} holds a packed checkpoint of a model that writes to its experts while it loads."
             ) from error
         if packed is not None:
-            return load_deferred(name, given, reader, reads=True)
+            return load_deferred(name, given, reader, reads=True, registers=registers)
         return AutoModelForCausalLM.from_pretrained(name, **kwargs), f"it writes to weights while it loads ({error})"
     except json.JSONDecodeError as error:
         explain_json(name, error)
@@ -211,7 +211,8 @@ def _refuse_incomplete(info: Any, folder: Path, index: Index, model: nn.Module) 
         raise ValueError(
             f"The packed checkpoint in {folder} lacks {min(info.missing_keys)!r}: it was written from a {index.model}, and "
             f"what its config.json makes {other}. The config belongs to another model, or parts of the model were replaced or "
-            "shared before it was written. Write it from a model as AutoModelForCausalLM loads it, with the config.json of that model."
+            "shared before it was written. Write it from a model as AutoModelForCausalLM loads it, with the config.json of that "
+            "model."
         )
 
 

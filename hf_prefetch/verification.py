@@ -121,7 +121,7 @@ def verify(folder: Path, name: str, device: torch.device, *, progress: bool | No
             raise ValueError(f"{name} has no experts in bfloat16 to pack; its experts are {kinds}")
         raise ValueError(
             f"{name} has no weights whose names have 'expert' or 'experts' as a part, and --verify goes by names. --out packs "
-            "what the model itself has as experts, and says how many tensors that were; --verify of what it has written checks it."
+            "what the model itself has as experts, and says how many tensors that were; --verify of what was written checks it."
         )
     packed_nbytes, escapes, wrong = 0, 0, []
     counts = torch.zeros(256, dtype=torch.int64)
