@@ -29,6 +29,7 @@ __all__ = ["load_deferred", "packed_folder"]
 
 # The step of transformers' loading that is given other tensors than it would open itself: a static method of its models.
 _STEP = "_load_pretrained_model"
+_NOT_ITS_OWN = "its code is not transformers' own"
 _STEP_TAKES = ("model", "state_dict", "checkpoint_files", "load_config")
 
 
@@ -96,7 +97,8 @@ def load_deferred(
     step.give_class_back(model)
     if packed is not None and index is not None:
         if step.why_not is not None:
-            raise ValueError(f"{name} holds a packed checkpoint, which can't be loaded in this way: {step.why_not}.")
+            own = " Leave out trust_remote_code to load it with that code." if step.why_not == _NOT_ITS_OWN else ""
+            raise ValueError(f"{name} holds a packed checkpoint, which can't be loaded in this way: {step.why_not}.{own}")
         _refuse_incomplete(step.info, packed, index, model)
         # It says where these weights were found, not where those that will be saved are.
         for config in (model.config, model.config.get_text_config()):
@@ -118,7 +120,7 @@ class _DeferredStep:
         self._packed = packed
         self._reads = reads
         self._originals: dict[type[nn.Module], type[nn.Module]] = {}
-        self.why_not: str | None = "its code is not transformers' own"
+        self.why_not: str | None = _NOT_ITS_OWN
         self.problem: Exception | None = None
         self.info: Any = None
 
@@ -211,8 +213,8 @@ def _refuse_incomplete(info: Any, folder: Path, index: Index, model: nn.Module) 
         raise ValueError(
             f"The packed checkpoint in {folder} lacks {min(info.missing_keys)!r}: it was written from a {index.model}, and "
             f"what its config.json makes {other}. The config belongs to another model, or parts of the model were replaced or "
-            "shared before it was written. Write it from a model as AutoModelForCausalLM loads it, with the config.json of that "
-            "model."
+            "shared before it was written. Write it from a model as AutoModelForCausalLM loads it, with the config.json of "
+            "that model."
         )
 
 

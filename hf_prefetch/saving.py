@@ -184,6 +184,12 @@ def _class_to_load(model: Any) -> type:
         other: Any = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))  # type: ignore[no-untyped-call]
     remedy = "Save a model as AutoModelForCausalLM loads it, or write this one with save_pretrained."
     if type(model) is not type(other):
+        if _package(model) == "transformers_modules" and _package(other) == "transformers":
+            raise ValueError(
+                f"This {type(model).__name__} comes with code of its own, and transformers has a {type(other).__name__} for "
+                "its config, which a packed checkpoint would be loaded as. Keep the ordinary one: from_pretrained(..., pack=True) "
+                "packs it while it loads, and slots=0 leaves it to transformers."
+            )
         if type(getattr(other, other.base_model_prefix, None)) is type(model):
             raise ValueError(
                 f"A {type(model).__name__} could not be loaded again: AutoModelForCausalLM makes a {type(other).__name__} of "
@@ -203,6 +209,10 @@ def _class_to_load(model: Any) -> type:
             f"{has}, and what the config describes {makes}. {remedy}"
         )
     return type(other)
+
+
+def _package(model: nn.Module) -> str:
+    return type(model).__module__.partition(".")[0]
 
 
 def _groups(model: nn.Module) -> list[tuple[dict[str, torch.Tensor], bool]]:

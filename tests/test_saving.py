@@ -364,6 +364,16 @@ def test_verify_a_packed_one(copy: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert f"{FIRST}" in capsys.readouterr().out
 
 
+def test_verify_goes_by_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where names say nothing, or files are others, it says what does."""
+    save_file({"mixer.stack": torch.zeros(4, 8, 8, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    for words in ("goes by names. --out packs", "reads no others; --out FOLDER packs"):
+        assert main(["pack", str(tmp_path), "--verify", "--device", "cpu"]) == 1
+        assert words in capsys.readouterr().err
+        (tmp_path / "model.safetensors").unlink(missing_ok=True)
+
+
 def test_two_kinds_in_a_folder(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither is guessed to be the one that is meant."""
     load_demo_model().save_pretrained(copy)
@@ -476,6 +486,47 @@ def test_what_could_not_be_loaded_again(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             save_packed(model, tmp_path / "never", progress=False)
     assert not (tmp_path / "never").exists()
+
+
+_OWN = """
+from transformers import MixtralConfig, MixtralForCausalLM
+
+
+class OwnConfig(MixtralConfig):
+    model_type = "own_{number}"
+
+
+class Own(MixtralForCausalLM):
+    config_class = {config}
+"""
+
+
+@pytest.mark.parametrize("options", [{}, {"slots": 0, "device": None}])
+def test_code_that_comes_with_a_model(options: dict[str, Any], tmp_path: Path) -> None:
+    """It is loaded with the first call as with later ones; a model that would come back with other code is refused."""
+    source, packed = tmp_path / "plain", tmp_path / "packed"
+    build("mixtral", torch.bfloat16).save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForCausalLM": "own.Own"}}
+    (source / "own.py").write_text(_OWN.format(number=len(options), config="MixtralConfig"))
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"code of its own, and transformers has a MixtralForCausalLM .*pack=True.*slots=0"):
+        save_packed(load(source, trust_remote_code=True), packed)
+    assert not packed.exists()
+    config |= {"model_type": f"own_{len(options)}", "architectures": ["Own"]}
+    config["auto_map"]["AutoConfig"] = "own.OwnConfig"
+    (source / "own.py").write_text(_OWN.format(number=len(options), config="OwnConfig"))
+    (source / "config.json").write_text(json.dumps(config))
+    # Whatever of its weights is found under the names that the original has, it is the same model from here on.
+    original = load(source, trust_remote_code=True)
+    expected = state_of(original)
+    assert save_packed(original, packed, progress=False).packed
+    # In a folder of another name this is code that was never loaded.
+    again = Path(shutil.copytree(packed, tmp_path / f"again_{len(options)}"))
+    for _ in range(2):
+        model = load(again, trust_remote_code=True, **dict(options))
+        assert type(model).__name__ == "Own"
+        assert_same(model, expected)
 
 
 def test_where_it_can_not_be_written(tmp_path: Path) -> None:
