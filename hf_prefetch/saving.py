@@ -187,8 +187,8 @@ def _class_to_load(model: Any) -> type:
         if _package(model) == "transformers_modules" and _package(other) == "transformers":
             raise ValueError(
                 f"This {type(model).__name__} comes with code of its own, and transformers has a {type(other).__name__} for "
-                "its config, which a packed checkpoint would be loaded as. Keep the ordinary one: from_pretrained(..., pack=True) "
-                "packs it while it loads, and slots=0 leaves it to transformers."
+                "its config, which a packed checkpoint would be loaded as. Keep the ordinary one: from_pretrained(..., "
+                "pack=True) packs it while it loads, and slots=0 leaves it to transformers."
             )
         if type(getattr(other, other.base_model_prefix, None)) is type(model):
             raise ValueError(

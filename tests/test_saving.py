@@ -197,6 +197,18 @@ def test_another_type(dtype: Any, written: Path) -> None:
     assert bool(packed_names(model)) == (dtype is not torch.float32)
 
 
+def test_types_of_its_own(tmp_path: Path) -> None:
+    """A float32 head, norm and router beside bfloat16: what transformers makes of them in an ordinary checkpoint."""
+    model = load_demo_model()
+    for module in (model.model.norm, model.model.layers[0].mlp.gate, model.model.layers[1].self_attn.q_proj):
+        module.float()
+    model.save_pretrained(tmp_path / "plain")
+    save_packed(model, tmp_path / "packed", progress=False)
+    for options in ({}, {"dtype": "auto"}, {"dtype": torch.float32}):
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options)
+        assert_same(load(tmp_path / "packed", **options), state_of(expected))
+
+
 def test_saved_again_it_is_an_ordinary_checkpoint(written: Path, tmp_path: Path) -> None:
     """`save_pretrained` of what was loaded from packed files: nothing there knows about them."""
     load(written).save_pretrained(tmp_path)
@@ -233,6 +245,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert said[0] == said[1]
     assert main(["generate", str(out), "--prompt", "The", "--prefetch-experts-slots", "0", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith(said[0].rstrip())
+    (out / "tokenizer.json").write_text("of another model")
+    assert main(["pack", "demo", "--out", str(out), "--device", "cpu"]) == 0
+    assert (out / "tokenizer.json").read_bytes() == (Path(demo_model_path()) / "tokenizer.json").read_bytes()
+    assert_same(load(out), state_of(load_demo_model()))
+    capsys.readouterr()
     assert main(["pack", str(out), "--out", str(tmp_path / "twice"), "--device", "cpu"]) == 1
     assert "packed checkpoint already" in capsys.readouterr().err
     assert main(["pack", "demo", "--out", str(demo_copy(tmp_path)), "--device", "cpu"]) == 1
