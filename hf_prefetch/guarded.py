@@ -31,7 +31,8 @@ class Present:
     """
 
     def __init__(self, ids: torch.Tensor, count: int, complete: Callable[[], object]) -> None:
-        self._ids = ids
+        # A forward may change its ids in place before it reads a row.
+        self._ids = ids.clone()
         self._count = count
         self._complete = complete
         self.is_whole = False
@@ -96,9 +97,9 @@ _ABOUT = {
 
 
 def _is_row(index: object) -> bool:
-    """Whether it is one number, not a choice by truth."""
+    """Whether it is one number, not a choice by truth, as uint8 is to torch."""
     if isinstance(index, torch.Tensor):
-        return index.dim() == 0 and index.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        return index.dim() == 0 and index.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
     return isinstance(index, int) and not isinstance(index, bool)
 
 

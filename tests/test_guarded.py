@@ -187,6 +187,9 @@ def test_what_is_done_with_a_stack() -> None:
         lambda given: given[1:3],
         lambda given: given.select(1, 1),
         lambda given: given[torch.tensor([1, 3])],
+        lambda given: given[torch.tensor(1, dtype=torch.uint8)],
+        lambda given: given[torch.tensor(True)],
+        lambda given: given[True],
         lambda given: given.sum(0),
         lambda given: torch.cat([given, given]),
         lambda given: given.transpose(1, 2),
@@ -198,3 +201,18 @@ def test_what_is_done_with_a_stack() -> None:
         assert type(do(guarded)) is torch.Tensor
         assert present.is_whole
         assert brought == [1]
+    guarded, present = guard()
+    with pytest.raises(IndexError):
+        guarded[torch.tensor(1.0)]
+    assert present.is_whole
+
+
+def test_rows_are_those_that_were_sent_whatever_becomes_of_the_ids() -> None:
+    brought: list[int] = []
+    ids = torch.tensor([[1, 3]])
+    guarded = GuardedRows(torch.randn(EXPERTS, 4), Present(ids, EXPERTS, lambda: brought.append(1)))
+    ids.add_(1)
+    assert guarded[3].shape == (4,)
+    assert not brought
+    assert guarded[2].shape == (4,)
+    assert brought == [1]
