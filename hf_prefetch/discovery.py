@@ -164,7 +164,8 @@ def _bank(index: int, candidates: list[_Candidate]) -> ExpertBank:
     return ExpertBank(
         index=index,
         name=first.name,
-        holders=tuple(weakref.ref(candidate.module) for candidate in candidates),
+        # One may be found twice: as experts, and around a list of them.
+        holders=tuple(map(weakref.ref, dict.fromkeys(candidate.module for candidate in candidates))),
         parameters=dict(first.parameters),
         num_experts=first.num_experts,
         ids_argument=first.ids_argument,
@@ -289,6 +290,9 @@ def _passes_on(module: nn.Module) -> bool:
 def _listed(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> _Candidate | str | None:
     """A bank that is a list of modules, one an expert."""
     if not _lists_modules(module) or not _is_called_experts(name, module):
+        return None
+    if any(isinstance(_stacked(key, each), _Candidate) for key, each in module.named_modules() if key):
+        # A list of layers.
         return None
     experts = [child for child in module.children() if next(child.parameters(), None) is not None]
     shapes = {tuple((key, tuple(p.shape), p.dtype) for key, p in child.named_parameters()) for child in experts}

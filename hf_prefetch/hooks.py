@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
@@ -22,9 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .bank import ExpertBank
 from .discovery import implementation_of, is_decorated, reads_only_routed_rows, takes_other_ids
-from .forms import can_open
+from .forms import can_open, parts_of
 from .guarded import GuardedRows, Present
 from .ops import refuse_export, register
+from .remains import kept_views, versions
 from .scheduling.scheduler import PrefetchScheduler
 
 __all__ = ["ExpertPrefetchHook", "all_or_nothing", "announce", "attach", "detach", "flatten", "hook_of", "put_on"]
@@ -36,6 +37,8 @@ _WHY_UNTRACED = (
     "prefetched experts enter compiled code as one operator only in calls without gradients (use torch.no_grad()), with hidden "
     "states, expert ids and weights as positional arguments"
 )
+# Calls of a module after which it is looked at whether it keeps views of its weights.
+_LOOKED_AT = frozenset((1, 2, 4, 8, 16, 32, 64))
 _EVAL_FRAME = "torch._C._dynamo.eval_frame"
 # What accelerate keeps on a module that has a hook.
 _ACCELERATE = ("_hf_hook", "_old_forward", "forward")
@@ -54,6 +57,10 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         self._guards &= not any("." in name for name in bank.parameters)
         self._is_proven = False
         self._guard: Present | None = None
+        # What the call that is to show it was given, to be called with once more.
+        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._calls = 0
+        self._refused: str | None = None
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Wrap the forward that accelerate has just put aside."""
@@ -76,17 +83,26 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
             args, kwargs = send_to_device(args, self.device), send_to_device(kwargs, self.device)
         with self.scheduler.lock:
             self._check_weights(module)
+            if self._refused is not None:
+                raise RuntimeError(self._refused)
+            inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            before = versions(inputs)
             try:
                 return self._attempt(module, forward, args, kwargs)
             except torch.OutOfMemoryError:
-                # Nothing outside the module has changed, so it can be called again.
-                if not self.scheduler.give_up_cache(self.bank):
+                # If it has changed nothing that it was given, it can be called again.
+                if versions(inputs) != before or not self.scheduler.give_up_cache(self.bank):
                     raise
             except Exception:
                 # It may want memory that can be looked at.
-                if self._guard is None or self._is_proven:
+                if self._guard is None or self._is_proven or self._refused is not None:
                     raise
                 self._guards = False
+                with torch.no_grad():
+                    for value, given in self._given:
+                        if not torch.equal(value, given):
+                            value.copy_(given)
+                self._given = []
             return self._attempt(module, forward, args, kwargs)
 
     def _attempt(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,17 +111,24 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
             try:
                 count, rows, remaps, guards = self.reads(module, forward, args, kwargs)
                 handout = self.scheduler.acquire(self.bank, count, rows, remaps=remaps)
-                tensors = self._guarded(handout.tensors, rows) if guards else handout.tensors
+                lent = handout.tensors
+                tensors = self._guarded(lent, rows) if guards else lent
+                if self._guard is not None and not self._is_proven:
+                    given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+                    self._given = [(value, value.detach().clone()) for value in given]
                 if handout.ids is not None:
                     args, kwargs = self.bank.with_ids(args, kwargs, handout.ids)
                     self._renumbered = True
                     self.renumber(module, handout.rows)
+                parts = lent if self.bank.is_plain else parts_of(lent)
+                before = versions(parts.values())
                 self.bank.point(module, tensors)
-                output = self._forward(module, forward, args, kwargs)
-                self._check_untouched(module, tensors)
+                try:
+                    output = self._forward(module, forward, args, kwargs)
+                finally:
+                    self._check_untouched(module, tensors, parts, before)
                 if self._guard is not None:
-                    self._guards, self._is_proven = not self._guard.is_whole, True
-                return output
+                    self._guards, self._is_proven, self._given = not self._guard.is_whole, True, []
             except BaseException:
                 self.scheduler.break_off()
                 raise
@@ -116,13 +139,15 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
             # Once more, for an interrupt that came before or in the middle of the one above (invariant 4).
             if not restored:
                 self._restore(module)
+        self._check_kept(module, parts.values())
+        return output
 
     def _guarded(self, tensors: dict[str, nn.Parameter], ids: torch.Tensor | None) -> dict[str, nn.Parameter]:
         """The same, so that it shows which rows are read, if not all of them are there."""
         if ids is None or not self.scheduler.lacks_rows(self.bank):
             return tensors
         self._guard = guard = Present(ids, self.bank.num_experts, lambda: self.scheduler.complete(self.bank))
-        return {name: cast(nn.Parameter, GuardedRows(tensor.data, guard)) for name, tensor in tensors.items()}
+        return {name: cast(nn.Parameter, GuardedRows(tensor.detach(), guard)) for name, tensor in tensors.items()}
 
     def _restore(self, module: nn.Module) -> None:
         """Point the module at the host again and let the slot go. Idempotent."""
@@ -163,14 +188,40 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                 "Writing into them (load_state_dict, copy_) works at any time."
             )
 
-    def _check_untouched(self, module: nn.Module, tensors: dict[str, nn.Parameter]) -> None:
-        """A forward that has put others in the place of its weights will want to find them there at its next call."""
+    def _check_untouched(
+        self, module: nn.Module, tensors: dict[str, nn.Parameter], parts: Mapping[str, torch.Tensor], before: list[int]
+    ) -> None:
+        """A forward that has changed its weights, or put others in their place, will want to find them so at its next call."""
         for name in self.bank.replaced(module, tensors):
-            raise RuntimeError(
-                f"The forward of {self.bank.name} has replaced its own weight {name}, as an experts implementation does that "
-                "keeps weights in a form of its own. Such experts can't be prefetched: load the model anew and choose another "
-                "implementation (set_experts_implementation), or leave prefetching off."
+            self._refuse(f"has replaced its own weight {name}", "keeps weights in a form of its own")
+        after = versions(parts.values())
+        if after != before:
+            name = next(name for name, old, new in zip(parts, before, after, strict=True) if old != new)
+            self._refuse(f"has written into its own weight {name}", "changes weights once and for all")
+
+    def _check_kept(self, module: nn.Module, lent: Iterable[torch.Tensor]) -> None:
+        """A forward that keeps views of its weights for its next call would find another layer's there.
+
+        Most make them in their first call, and others soon after. A look takes a millisecond or so.
+        """
+        self._calls += 1
+        if self._calls not in _LOOKED_AT:
+            return
+        for name in kept_views(module, (*lent, *self.scheduler.buffers(self.bank))):
+            self._refuse(
+                f"keeps a view of its weights in the attribute {name}", "makes it at its first call and reads it later"
             )
+
+    def _refuse(self, what: str, how: str) -> NoReturn:
+        """This call and those that follow: what was done is not undone by a forward that does it once."""
+        self._refused = (
+            f"The forward of {self.bank.name} {what}, as an experts implementation does that {how}. Such experts can't be "
+            "prefetched: load the model anew (or call disable_expert_prefetch(model) and reset what the forward keeps among "
+            "its attributes: it is of no use) and choose another implementation (set_experts_implementation), or leave "
+            "prefetching off."
+        )
+        self.scheduler.break_off()
+        raise RuntimeError(self._refused)
 
     def _forward(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():

@@ -155,3 +155,77 @@ def test_a_replaced_weight_is_noticed(model: nn.Module) -> None:
     owner._parameters[name] = nn.Parameter(torch.zeros_like(owner._parameters[name]))
     with pytest.raises(RuntimeError, match=r"2\.experts\..* was replaced"):
         model(torch.randn(3, WIDTH))
+
+
+class Stacks(nn.Module):
+    """Experts of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 16, WIDTH))
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 16))
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        inner = torch.relu(torch.einsum("tkih,th->tki", self.up[ids], hidden))
+        return torch.einsum("tkhi,tki,tk->th", self.down[ids], inner, weights)
+
+
+class ListOfLayers(nn.Module):
+    """All layers' experts in one list of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, EXPERTS) for _ in range(3))
+        self.experts = nn.ModuleList(Stacks() for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for gate, experts in zip(self.gates, self.experts, strict=True):
+            weights, ids = gate(hidden).softmax(-1).topk(2)
+            hidden = hidden + experts(hidden, ids, weights)
+        return hidden
+
+
+class ListInside(nn.Module):
+    """A module called experts around a list that is called so too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = self.Experts()
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(Mlp() for _ in range(EXPERTS))
+
+        def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            outputs = torch.stack([expert(hidden) for expert in self.experts], 1)
+            return (outputs.gather(1, ids[..., None].expand(*ids.shape, WIDTH)) * weights[..., None]).sum(1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.gate(hidden).softmax(-1).topk(2)
+        return hidden + self.experts(hidden, ids, weights)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (ListOfLayers, [f"experts.{layer}" for layer in range(3)]),
+        (lambda: nn.Sequential(ListInside(), ListInside()), ["0.experts", "1.experts"]),
+    ],
+)
+@torch.no_grad()
+def test_lists_within(model: type[nn.Module], names: list[str]) -> None:
+    """A list whose members are banks is none itself, and a holder that is found twice is one."""
+    torch.manual_seed(0)
+    made, device, hidden = model(), FakeDevice(), torch.randn(5, WIDTH)
+    expected = [made(hidden), made(hidden[:1])]
+    discovery = find_banks(made)
+    assert [bank.name for bank in discovery.banks] == names
+    assert not discovery.refusals
+    assert all(len(bank.holders) == 1 for bank in discovery.banks)
+    enable_expert_prefetch(made, device=device, progress=False)
+    with device.watching():
+        assert all(map(torch.equal, [made(hidden), made(hidden[:1])], expected))
+    disable_expert_prefetch(made)
+    assert all(map(torch.equal, [made(hidden), made(hidden[:1])], expected))

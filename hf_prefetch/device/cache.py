@@ -82,6 +82,11 @@ class RowCaches:
         self._decay = decay
         self._caches: dict[int, RowCache] = {}
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory of all caches."""
+        return [cache.buffer for cache in self._caches.values()]
+
     def held(self) -> int:
         """Device memory held, in bytes."""
         return sum(cache.nbytes for cache in self._caches.values())
@@ -112,7 +117,8 @@ class RowCaches:
         buffer = self.device.allocate(layout.nbytes).zero_()
         table = RowTable(self.device, bank.num_experts, layout.specs[0].shape[0], self._decay)
         with torch.inference_mode(False):
-            tensors = {name: nn.Parameter(view, requires_grad=False) for name, view in layout.views(buffer).items()}
+            # As in slots, they count what a forward writes into them, and nothing else.
+            tensors = {name: nn.Parameter(view.data, requires_grad=False) for name, view in layout.views(buffer).items()}
         self._sender.prepare(stored, layout)
         free = self.device.new_event()
         self.device.record(free, self.device.compute_stream())

@@ -90,7 +90,8 @@ class Slot:
         if layout not in self._tensors:
             with torch.inference_mode(False):
                 views = layout.views(self.buffer).items()
-                self._tensors[layout] = {name: nn.Parameter(view, requires_grad=False) for name, view in views}
+                # Their counts of changes are not the buffer's: only what a forward writes into them shows there.
+                self._tensors[layout] = {name: nn.Parameter(view.data, requires_grad=False) for name, view in views}
         return self._tensors[layout]
 
 
@@ -119,6 +120,11 @@ class SlotRing:
     def slot_of(self, bank: int) -> Slot | None:
         """The slot that holds a bank's bytes or has them on their way, if any."""
         return next((slot for slot in self._slots if slot.bank == bank), None)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory of all slots."""
+        return [slot.buffer for slot in self._slots]
 
     def held(self) -> int:
         """Device memory held, in bytes."""

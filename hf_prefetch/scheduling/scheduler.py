@@ -153,6 +153,11 @@ class PrefetchScheduler:
         slot = self._lane_of[bank].ring.slot_of(bank.index)
         return slot is not None and slot.has_rows_only
 
+    def buffers(self, bank: ExpertBank) -> list[torch.Tensor]:
+        """The device memory out of which a bank's tensors are handed out: slots and caches."""
+        lane = self._lane_of[bank]
+        return [*lane.ring.buffers, *lane.caches.buffers]
+
     def complete(self, bank: ExpertBank) -> None:
         """Bring the other rows of a bank that was handed out to their places."""
         self._lane_of[bank].send(bank, ahead=False)
