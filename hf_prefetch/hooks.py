@@ -9,7 +9,6 @@ Others may detach and attach the hook again (`add_hook_to_module(append=True)` d
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
@@ -24,22 +23,18 @@ from .bank import ExpertBank
 from .discovery import implementation_of, is_decorated, reads_only_routed_rows, takes_other_ids
 from .forms import can_open, parts_of
 from .guarded import GuardedRows, Present
-from .ops import refuse_export, register
+from .ops import refuse_export
 from .remains import kept_views, versions
 from .scheduling.scheduler import PrefetchScheduler
+from .tracing import opaque, traceable
 
 __all__ = ["ExpertPrefetchHook", "all_or_nothing", "announce", "attach", "detach", "flatten", "hook_of", "put_on"]
 
 # Set on a wrapped forward: what it wraps, and for whom.
 _ORIGINAL = "_hf_prefetch_original"
 _OWNER = "_hf_prefetch_owner"
-_WHY_UNTRACED = (
-    "prefetched experts enter compiled code as one operator only in calls without gradients (use torch.no_grad()), with hidden "
-    "states, expert ids and weights as positional arguments"
-)
 # Calls of a module after which it is looked at whether it keeps views of its weights.
 _LOOKED_AT = frozenset((1, 2, 4, 8, 16, 32, 64))
-_EVAL_FRAME = "torch._C._dynamo.eval_frame"
 # What accelerate keeps on a module that has a hook.
 _ACCELERATE = ("_hf_hook", "_old_forward", "forward")
 
@@ -65,7 +60,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Wrap the forward that accelerate has just put aside."""
         original: Callable[..., Any] = module.__dict__["_old_forward"]
-        wrapped = _traceable(self, module, original)
+        wrapped = traceable(self, module, original)
         setattr(wrapped, _ORIGINAL, original)
         setattr(wrapped, _OWNER, self)
         module.__dict__["_old_forward"] = wrapped
@@ -261,77 +256,6 @@ class _RefuseBackward(torch.autograd.Function):
         )
 
 
-def _traceable(hook: ExpertPrefetchHook, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward that takes the original's place. In compiled code it is one operator, see `ops`."""
-    run = functools.wraps(original)(functools.partial(hook.run, module, original))
-    untraced, device = _opaque(run), hook.device
-    compiled = _Compiled(hook, run)
-    number = register(compiled)
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        # Only Dynamo: torch.export without it gets past here, and is refused with the weights' check.
-        if torch.compiler.is_dynamo_compiling() and _fits_operator(args, kwargs, device):
-            implementation = str(implementation_of(module))
-            autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-            return torch.ops.hf_prefetch.experts(*args, number, implementation, autocast)
-        return untraced(*args, **kwargs)
-
-    # The table of operators holds it weakly.
-    forward._hf_prefetch_compiled = compiled  # type: ignore[attr-defined]
-    return forward
-
-
-class _Compiled:
-    """What the operator runs."""
-
-    def __init__(self, hook: ExpertPrefetchHook, run: Callable[..., Any]) -> None:
-        self._hook = hook
-        self._run = run
-
-    def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        with self._hook.scheduler.in_compiled_code():
-            return self._run(hidden, ids, weights)  # type: ignore[no-any-return]
-
-
-def _fits_operator(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:
-    """Whether a call is the usual one: hidden states, ids and weights, without gradients. Others break the graph."""
-    if len(args) != 3 or kwargs or torch.is_grad_enabled():
-        return False
-    return all(isinstance(value, torch.Tensor) and value.device == device for value in args)
-
-
-def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Dynamo from tracing the hook: it must run at each call, and host weights must not enter a compiled graph.
-
-    Importing Dynamo only to tell it so would take seconds; nothing is traced before somebody else has imported it.
-    """
-
-    untraced: list[Callable[..., Any]] = []
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not _is_dynamo_at_work():
-            return function(*args, **kwargs)
-        if not untraced:
-            untraced.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-        return untraced[0](*args, **kwargs)
-
-    # A traced caller stops here; what is below must not be traced as a function of its own either, hence the above.
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    call._torchdynamo_disable_msg = _WHY_UNTRACED  # type: ignore[attr-defined]
-    return call
-
-
-def _is_dynamo_at_work() -> bool:
-    """Whether what is called now would be looked at by Dynamo. Telling it not to takes a tenth of a millisecond."""
-    if "torch._dynamo" not in sys.modules:
-        return False
-    callback: Callable[[], object] | None = getattr(sys.modules.get(_EVAL_FRAME), "get_eval_frame_callback", None)
-    # None and False: nothing is traced, or nothing any more.
-    return callback is None or callback() not in (None, False)
-
-
 def announce(scheduler: PrefetchScheduler, first: ExpertBank, handles: list[RemovableHandle]) -> None:
     """Tell the scheduler when a pass begins, if its first layer keeps its experts on the device and so has no hook.
 
@@ -340,7 +264,7 @@ def announce(scheduler: PrefetchScheduler, first: ExpertBank, handles: list[Remo
     if not scheduler.banks or first in scheduler.banks:
         return
 
-    @_opaque
+    @opaque
     def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with scheduler.lock:
             ids = first.ids(args, kwargs)
