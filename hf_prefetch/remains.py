@@ -69,7 +69,7 @@ def _inside(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple
         return
     seen.add(id(value))
     items: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):  # other mappings may read a file for each value
         items = ((f"{name}[{key!r}]", each) for key, each in islice(value.items(), _LONGEST))
     elif isinstance(value, list | tuple | set):
         items = ((f"{name}[{index}]", each) for index, each in enumerate(islice(value, _LONGEST)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -235,12 +236,18 @@ def test_views_that_are_made_later_are_found_in_time() -> None:
     disable_expert_prefetch(model)
 
 
+class ReadsFiles(UserDict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        raise OSError(key)
+
+
 def test_what_is_no_view_is_none() -> None:
-    """Copies, results, what leads back to itself, and what has no memory to look at."""
+    """Copies, results, what leads back to itself, what has no memory to look at, and what would be read from a file."""
     module, weight = Experts(), torch.randn(3, 4)
     module.copied, module.loop = weight.clone(), [weight.sum()]
     module.loop.append(module.loop)
     module.meta, module.sparse = torch.empty(3, device="meta"), torch.eye(3).to_sparse()
+    module.lazy = ReadsFiles(not_there=1)
     assert not list(kept_views(module, [weight]))
     module.register_buffer("late", weight[1:])
     assert list(kept_views(module, [weight])) == ["late"]
