@@ -272,13 +272,13 @@ def _bar(banks: Iterable[ExpertBank], what: str, config: PrefetchConfig, load: L
 
 def _as_asked(bank: ExpertBank, home: StreamDevice, config: PrefetchConfig, undo: Undo, load: Load) -> ExpertBank:
     """A bank that goes to host memory, packed or not, as is asked for. Of a packed checkpoint it is packed already."""
-    if bank.has_packed:
-        return unpack_bank(bank, load) if config.pack is False else bank
-    if not config.pack:
+    if bank.has_packed and config.pack is False:
+        return unpack_bank(bank, load)
+    if not (bank.has_packed or config.pack):
         return bank
     if load is copy_value:
         undo.add(unpack_bank, bank)
-    return pack_bank(bank, home, load)
+    return bank if bank.has_packed else pack_bank(bank, home, load)
 
 
 def _forget_compiled_call(model: nn.Module) -> None:

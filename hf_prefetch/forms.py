@@ -89,6 +89,8 @@ def replace_parts(name: str, parameter: nn.Parameter, tensors: Mapping[str, torc
         parameter.data = tensors[name]
     elif any(tensor is not tensors[part] for part, tensor in parts(name, parameter).items()):
         other = made_of(name, parameter, tensors).requires_grad_(parameter.requires_grad)
+        # With the attributes that others have given it.
+        other.__dict__.update(parameter.__dict__ | other.__dict__)
         torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 

@@ -26,7 +26,8 @@ class Report:
     """What prefetching did. Prints as a table, in a notebook too.
 
     Attributes:
-        slots: device buffers asked for.
+        slots: device buffers asked for, on each device.
+        unpacks: whether one of them is left out, because calls unpack experts into as much memory.
         banks: expert banks that live in host memory; `resident_banks` are those that stay on the device.
         devices: what they compute on.
         calls: calls of experts modules.
@@ -54,6 +55,7 @@ class Report:
     """
 
     slots: int
+    unpacks: bool
     banks: int
     resident_banks: int
     devices: tuple[str, ...]
@@ -111,12 +113,15 @@ class Report:
             cached = f"whose experts stay on the device: {shown(self.cache_bytes)} of caches"
         rate = f", {self.hit_rate:.0%} of those needed were there" if self.cache_hits and self.hit_rate else ""
         idle = f"; {self.idle_banks:,} were never called" if self.calls and self.idle_banks else ""
+        held = f"{shown(self.device_bytes)} on the device"
+        if self.unpacks:
+            held += f" for {self.slots - 1}; the room of one is left to what calls unpack"
         if not self.devices:
             ahead = "nothing to prefetch: all experts stay on the device"
         return [
             ("device", ", ".join(self.devices) or "-", ahead),
             ("expert banks", f"{self.banks:,}", f"in host memory, {self.resident_banks:,} more stay on the device{idle}"),
-            ("slots", f"{self.slots}", f"{shown(self.device_bytes)} on the device"),
+            ("slots", f"{self.slots}", held),
             ("host memory", shown(self.host_bytes), pinned),
             *self._file_rows(),
             ("lookahead hits", f"{self.lookahead_hits:,}", of_calls),

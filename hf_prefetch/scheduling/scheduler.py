@@ -230,6 +230,7 @@ class PrefetchScheduler:
             lanes = dict.fromkeys(self._lane_of.values())
             return self.counters.report(
                 slots=self.config.slots,
+                unpacks=any(lane.opens for lane in lanes),
                 banks=len(self.banks),
                 resident_banks=self.resident,
                 devices=tuple(lane.device.name for lane in lanes),
