@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .device.rows import triton_is_there
 from .device.table import Assignment
@@ -317,7 +316,7 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return UnpackedView(value, packed, whole)
         return value
 
-    inner, named = pytree.tree_map_only(torch.Tensor, opened, (args, kwargs))
+    inner, named = _mapped(opened, args), {name: _mapped(opened, value) for name, value in kwargs.items()}
     with torch._C._DisableTorchDispatch() if into_views else nullcontext():
         result = function(*inner, **named)
     for inner, packed in aliases:
@@ -325,11 +324,19 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError(f"{function} gives packed weights another shape. Call disable_expert_prefetch(model) first.")
     for packed, values in changed.values():
         packed.write(values)
-    return pytree.tree_map_only(torch.Tensor, dressed, result)
+    return _mapped(dressed, result)
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The tensors that an operator writes to."""
     for place, described in enumerate(function._schema.arguments):
         if described.alias_info is not None and described.alias_info.is_write:
-            yield from pytree.tree_leaves(args[place] if place < len(args) else kwargs.get(described.name))
+            value = args[place] if place < len(args) else kwargs.get(described.name)
+            yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """What operators take and give: tensors, lists of them, and others."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    return type(value)([_mapped(function, one) for one in value]) if isinstance(value, (list, tuple)) else value
