@@ -45,7 +45,8 @@ def generation(name: str, model: PreTrainedModel, *, compiled: bool = True) -> l
     torch.manual_seed(1)
     output = model.generate(
         **inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, cache_implementation="static",
-        compile_config=compilation, disable_compile=not compiled, output_logits=True, return_dict_in_generate=True, **ARCHITECTURES[name].generation,
+        compile_config=compilation, disable_compile=not compiled,
+        output_logits=True, return_dict_in_generate=True, **ARCHITECTURES[name].generation,
     )  # fmt: skip
     return [output.sequences, *output.logits]
 
@@ -60,10 +61,12 @@ def test_same_bits_from_compiled_steps(name: str) -> None:
     expected = generation(name, model)
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
     before, banks = Snapshot.of(model), find_banks(model).banks
-    rows = [-(-bank.num_experts // 2) * bank.layout.row_nbytes for bank in banks if bank.layout.has_rows]
+    cacheable = [bank for bank in banks if bank.layout.has_rows]
+    rows = max((-(-bank.num_experts // 2) for bank in cacheable), default=0)  # the same number of every bank
+    budget = rows * sum(bank.layout.row_nbytes for bank in cacheable)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        enable_expert_prefetch(model, device="cpu", expert_cache=sum(rows) or None, progress=False)
+        enable_expert_prefetch(model, device="cpu", expert_cache=budget or None, progress=False)
         generation(name, model, compiled=False)
         uncompiled = model.expert_prefetch.report()
         model.expert_prefetch.reset()
