@@ -49,7 +49,10 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         self._renumbered = False
         # Whether calls of few tokens may get guarded rows, and whether one has worked: see `guarded`.
         self._guards = bank.ids_argument is not None and bank.layout.has_rows and bank.is_plain
-        self._guards &= not any("." in name for name in bank.parameters)
+        owns = not any("." in name for name in bank.parameters)
+        self._guards &= owns
+        # An adapter puts the weights inside it aside for each call and back again, which counts as writing.
+        self._counts_writes = owns
         self._is_proven = False
         self._guard: Present | None = None
         # What the call that is to show it was given, to be called with once more.
@@ -189,7 +192,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         """A forward that has changed its weights, or put others in their place, will want to find them so at its next call."""
         for name in self.bank.replaced(module, tensors):
             self._refuse(f"has replaced its own weight {name}", "keeps weights in a form of its own")
-        after = versions(parts.values())
+        after = versions(parts.values()) if self._counts_writes else before
         if after != before:
             name = next(name for name, old, new in zip(parts, before, after, strict=True) if old != new)
             self._refuse(f"has written into its own weight {name}", "changes weights once and for all")
