@@ -392,7 +392,7 @@ def test_models_that_accelerate_has_offloaded(
     [
         ({"host_memory": "much"}, ValueError, "host_memory='much' is no size"),
         ({"host_memory": True}, TypeError, "host_memory must be bytes"),
-        ({"host_memory": -1}, ValueError, "is no size"),
+        ({"host_memory": -1}, ValueError, "host_memory can't be negative"),
         ({"offload_folder": "somewhere"}, ValueError, "for experts beyond host_memory"),
         ({"offload_folder": 3, "host_memory": 1}, TypeError, "must be a path"),
         ({"host_memory": 1, "pack": True}, ValueError, "pack=True"),

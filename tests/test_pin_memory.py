@@ -77,7 +77,7 @@ def test_without_a_budget_all_of_it_is_locked() -> None:
 @pytest.mark.parametrize(
     ("value", "error", "words"),
     [
-        (-1, ValueError, "is no size"),
+        (-1, ValueError, "pin_memory can't be negative"),
         ("much", ValueError, "is no size"),
         (True, TypeError, "pin_memory must be bytes"),
     ],
