@@ -83,7 +83,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
             self._check_weights(module)
             if self._refused is not None:
                 raise RuntimeError(self._refused)
-            inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            inputs = _tensors(args, kwargs)
             before = versions(inputs)
             try:
                 return self._attempt(module, forward, args, kwargs)
@@ -112,8 +112,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                 lent = handout.tensors
                 tensors = self._guarded(lent, rows) if guards else lent
                 if self._guard is not None and not self._is_proven:
-                    given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-                    self._given = [(value, value.detach().clone()) for value in given]
+                    self._given = [(value, value.detach().clone()) for value in _tensors(args, kwargs)]
                 if handout.ids is not None:
                     args, kwargs = self.bank.with_ids(args, kwargs, handout.ids)
                     self._renumbered = True
@@ -227,7 +226,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         # A slot is refilled long before a backward could read it, so no graph may be built over it.
         with torch.no_grad():
             output = forward(*args, **kwargs)
-        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        inputs = _tensors(args, kwargs)
         # Not only what travels: adapters, or a router in the block that was hooked, would silently get no gradient.
         own = (*self.bank.parameters.values(), *module.parameters())
         watched = [value for value in (*inputs, *own) if value.requires_grad]
@@ -239,6 +238,11 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         if isinstance(output, torch.Tensor):
             return refuse([output], *watched)
         return type(output)(refuse([item], *watched) if isinstance(item, torch.Tensor) else item for item in output)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Those among the arguments of a call."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
 
 
 class _RefuseBackward(torch.autograd.Function):
