@@ -18,7 +18,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import hf_prefetch.homes
 from hf_prefetch.config import PrefetchConfig
+from hf_prefetch.testing import FakeDevice
 from models import PACKED
 
 torch.set_num_threads(1)
@@ -83,3 +85,11 @@ def deterministic(device: torch.device) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """The device on which dispatched models compute here."""
+    device = FakeDevice()
+    monkeypatch.setattr(hf_prefetch.homes, "stream_device", lambda place: device)
+    return device

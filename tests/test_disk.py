@@ -18,7 +18,6 @@ from accelerate import disk_offload, dispatch_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import hf_prefetch.homes
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained
 from hf_prefetch.cli import main
 from hf_prefetch.config import PrefetchConfig
@@ -330,14 +329,6 @@ def test_what_stays_in_files_takes_no_memory(tmp_path: Path, monkeypatch: pytest
 
 
 # -- models that were offloaded before ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """The device on which dispatched models compute here."""
-    device = FakeDevice()
-    monkeypatch.setattr(hf_prefetch.homes, "stream_device", lambda place: device)
-    return device
 
 
 def _all_by_accelerate(folder: Path, offload: Path) -> PreTrainedModel:

@@ -26,7 +26,6 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import hf_prefetch.homes
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from hf_prefetch.discovery import find_banks
 from hf_prefetch.hooks import ExpertPrefetchHook, flatten, hook_of
@@ -41,14 +40,6 @@ CPU = torch.device("cpu")
 def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(ids).logits
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """The device on which dispatched models compute here."""
-    device = FakeDevice()
-    monkeypatch.setattr(hf_prefetch.homes, "stream_device", lambda place: device)
-    return device
 
 
 # -- ways to dispatch ---------------------------------------------------------------------------------------------
