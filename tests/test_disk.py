@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -302,14 +303,14 @@ def test_an_interrupt_at_any_moment_leaves_nothing_behind(tmp_path: Path) -> Non
         load(folder, device, **options)
     for at in random.Random(1).sample(range(1, len(whole.lines)), 12):
         interrupt, device = fresh(at)
-        with interrupt:
-            try:
-                model = load(folder, device, **options)
-            except KeyboardInterrupt:
-                pass
-            else:
-                disable_expert_prefetch(model)
-                del model
+        model = None
+        with interrupt, contextlib.suppress(KeyboardInterrupt):
+            model = load(folder, device, **options)
+        if model is not None:
+            # How many lines it takes depends on threads, so a moment near the end may not come.
+            assert not interrupt.hit, at
+            disable_expert_prefetch(model)
+            del model
         gc.collect()
         assert (device.registered_bytes, device.allocated_bytes, open_files(tmp_path)) == (0, 0, 0), at
         model = load(folder, device, **options)

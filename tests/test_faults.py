@@ -203,9 +203,11 @@ class Interrupt:
         sys.settrace(self._call)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         sys.settrace(None)
         gc.enable()
+        # One that no test catches would end the whole run of tests, not only its own.
+        assert not (self.hit and kind is KeyboardInterrupt), f"nothing caught the interrupt at {self.lines[-1]}"
 
     @property
     def hit(self) -> bool:
