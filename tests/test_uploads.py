@@ -49,6 +49,17 @@ def test_every_part_arrives(count: int, policy: str | int) -> None:
     check(uploaded, count, policy)
 
 
+@pytest.mark.parametrize("room", [0, 1])
+def test_no_room_on_the_device_leaves_nothing_locked(room: int) -> None:
+    """Whoever asked packs on the CPU then, and the next mapping may lie where the buffer was."""
+    device = FakeDevice("eager")
+    device.fail_allocations(after=room)
+    with pytest.raises(torch.OutOfMemoryError):
+        next(uploaded(device, [torch.zeros(4)] * 5, 256))
+    gc.collect()
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+
+
 def test_there_are_lines_to_remove() -> None:
     assert len(LINES) >= 6
 
