@@ -204,14 +204,20 @@ class AcceleratorDevice(StreamDevice):
         if not self.can_pin:
             return f"torch offers no page-locking of existing memory on {self.device.type}"
         runtime, portable_and_mapped = self._module.cudart(), 1 | 2
-        code = runtime.cudaHostRegister(address, nbytes, portable_and_mapped)
+        # A thread that is new has device 0, and this would take memory there for a context that nobody wants.
+        with self._module.device(self.device):
+            code = runtime.cudaHostRegister(address, nbytes, portable_and_mapped)
         if int(code) == 0:
             return None
         self._forget_last_error()
         return f"cudaHostRegister of {nbytes:,} bytes gave error {int(code)} ({runtime.cudaGetErrorString(code)})"
 
     def unregister(self, address: int) -> None:
-        if self.can_pin and int(self._module.cudart().cudaHostUnregister(address)) != 0:
+        if not self.can_pin:
+            return
+        with self._module.device(self.device):
+            code = self._module.cudart().cudaHostUnregister(address)
+        if int(code) != 0:
             self._forget_last_error()
 
     def numa_node(self) -> int | None:
