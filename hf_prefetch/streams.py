@@ -87,7 +87,7 @@ class StreamDevice(ABC):
 
     @abstractmethod
     def elapsed(self, begin: Any, end: Any) -> float | None:
-        """Seconds on the device between two marks, or None while `end` has not been reached."""
+        """Seconds on the device between two marks, or None while one of them has not been reached."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A buffer of `nbytes` uint8 on the device, owned by the current compute stream, for as long as somebody holds it.
@@ -175,7 +175,9 @@ class AcceleratorDevice(StreamDevice):
             return pool.submit(there).result()
 
     def copy(self, stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
-        with stream:
+        # An object of this call's own: it is the object that keeps what is to be current again, and not the thread that enters
+        # it. Threads that copied at the same time would come back to each other's streams.
+        with torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type):
             destination.copy_(source, non_blocking=True)
 
     def synchronize(self, event: torch.Event) -> None:
@@ -190,7 +192,8 @@ class AcceleratorDevice(StreamDevice):
         return event
 
     def elapsed(self, begin: torch.Event, end: torch.Event) -> float | None:
-        return begin.elapsed_time(end) / 1000.0 if end.query() else None
+        # Either may be the later one, where threads compute on streams of their own, and CUDA refuses what is not there yet.
+        return begin.elapsed_time(end) / 1000.0 if end.query() and begin.query() else None
 
     def room(self) -> int | None:
         if self.device.type != "cuda":
