@@ -126,6 +126,8 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                     self._check_untouched(module, tensors, parts, before)
                 if self._guard is not None:
                     self._guards, self._is_proven, self._given = not self._guard.is_whole, True, []
+                    # Its copy of the ids may lie in a graph's pool: see [Note: pools of memory] in `streams`.
+                    self._guard = None
             except BaseException:
                 self.scheduler.break_off()
                 raise

@@ -31,7 +31,11 @@ def chooses_packing(devices: Iterable[StreamDevice], *, pins: bool) -> bool:
     devices = list(devices)
     if not devices or not triton_is_there() or any(device.device.type != "cuda" for device in devices):
         return False
-    return all(packing_pays(measure(device, pins=pins)) for device in devices)
+    try:
+        return all(packing_pays(measure(device, pins=pins)) for device in devices)
+    except torch.OutOfMemoryError:
+        # Packed weights are unpacked into memory that has to be there too.
+        return False
 
 
 def measure(device: StreamDevice, *, pins: bool) -> Rates:
@@ -43,9 +47,11 @@ def measure(device: StreamDevice, *, pins: bool) -> Rates:
     packed = pack(rows)
     arena, there = Arena(_COPY), device.allocate(_COPY)
     arena.touch()
-    if pins:
-        arena.pin(device)
     try:
+        if pins:
+            arena.pin(device)
+        # What `there` held before may still be read, and the copy stream waits for nobody.
+        device.settle()
         stream = device.copy_stream()
         copy = _seconds(device, stream, lambda: device.copy(stream, there, arena.block))
         unpack = _seconds(device, device.compute_stream(), lambda: unpack_rows(packed, rows))

@@ -87,7 +87,7 @@ class StreamDevice(ABC):
 
     @abstractmethod
     def elapsed(self, begin: Any, end: Any) -> float | None:
-        """Seconds on the device between two marks, or None while `end` has not been reached."""
+        """Seconds on the device between two marks, or None while one of them has not been reached."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A buffer of `nbytes` uint8 on the device, owned by the current compute stream, for as long as somebody holds it.
@@ -175,7 +175,9 @@ class AcceleratorDevice(StreamDevice):
             return pool.submit(there).result()
 
     def copy(self, stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
-        with stream:
+        # An object of this call's own: it is the object that keeps what is to be current again, and not the thread that enters
+        # it. Threads that copied at the same time would come back to each other's streams.
+        with torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type):
             destination.copy_(source, non_blocking=True)
 
     def synchronize(self, event: torch.Event) -> None:
@@ -190,7 +192,8 @@ class AcceleratorDevice(StreamDevice):
         return event
 
     def elapsed(self, begin: torch.Event, end: torch.Event) -> float | None:
-        return begin.elapsed_time(end) / 1000.0 if end.query() else None
+        # Either may be the later one, where threads compute on streams of their own, and CUDA refuses what is not there yet.
+        return begin.elapsed_time(end) / 1000.0 if end.query() and begin.query() else None
 
     def room(self) -> int | None:
         if self.device.type != "cuda":
@@ -204,14 +207,20 @@ class AcceleratorDevice(StreamDevice):
         if not self.can_pin:
             return f"torch offers no page-locking of existing memory on {self.device.type}"
         runtime, portable_and_mapped = self._module.cudart(), 1 | 2
-        code = runtime.cudaHostRegister(address, nbytes, portable_and_mapped)
+        # A thread that is new has device 0, and this would take memory there for a context that nobody wants.
+        with self._module.device(self.device):
+            code = runtime.cudaHostRegister(address, nbytes, portable_and_mapped)
         if int(code) == 0:
             return None
         self._forget_last_error()
         return f"cudaHostRegister of {nbytes:,} bytes gave error {int(code)} ({runtime.cudaGetErrorString(code)})"
 
     def unregister(self, address: int) -> None:
-        if self.can_pin and int(self._module.cudart().cudaHostUnregister(address)) != 0:
+        if not self.can_pin:
+            return
+        with self._module.device(self.device):
+            code = self._module.cudart().cudaHostUnregister(address)
+        if int(code) != 0:
             self._forget_last_error()
 
     def numa_node(self) -> int | None:

@@ -67,6 +67,22 @@ class CapturingDevice(FakeDevice):
         self._refuse("mark")
         return super().mark(stream)
 
+    def elapsed(self, begin: FakeMark, end: FakeMark) -> float | None:
+        self._refuse("elapsed")
+        return super().elapsed(begin, end)
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        self._refuse(f"register {nbytes}")
+        return super().register(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        self._refuse("unregister")
+        super().unregister(address)
+
+    def trim(self) -> None:
+        self._refuse("trim")
+        super().trim()
+
     def copy(self, stream: FakeStream, destination: torch.Tensor, source: torch.Tensor) -> None:
         if stream is self.copy_stream():
             self._refuse("copy on the copy stream")

@@ -75,6 +75,13 @@ def test_the_shorter_way_is_taken(used: int, seconds: float, expected: bool) -> 
     assert experience.routed_pays(1600, EXPERTS, BANK, ROW) is expected
 
 
+def test_calls_of_two_streams_say_nothing_about_the_time_between() -> None:
+    """The later one may have come first, and what is less than nothing would be the best for ever."""
+    experience = measured()
+    experience.saw_kernels(1600, -1.0)
+    assert experience.kernels(1600) == 0.0
+
+
 def test_nothing_measured_yet() -> None:
     """One token gets its experts, a long prompt whole banks."""
     assert Experience().routed_pays(8, EXPERTS, BANK, ROW)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pr
 from hf_prefetch.demo import demo_model_path, load_demo_model
 from hf_prefetch.discovery import find_banks
 from hf_prefetch.hooks import flatten
-from hf_prefetch.measuring import measure
+from hf_prefetch.measuring import chooses_packing, measure
 from hf_prefetch.memory.packing import PackedRows, pack
 from hf_prefetch.packed import PackedWeights
 from hf_prefetch.scheduling.packing import Rates, packing_pays
@@ -423,6 +424,17 @@ def test_auto_is_off_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked == {"devices": [device], "pins": False}
         assert bool(packed_parameters(model)) == pays
     disable_expert_prefetch(model)
+
+
+def test_auto_is_off_where_there_is_no_room_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enabling goes on without."""
+
+    def no_room(*_: Any, **__: Any) -> Rates:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("hf_prefetch.measuring.measure", no_room)
+    monkeypatch.setattr("hf_prefetch.measuring.triton_is_there", lambda: True)
+    assert not chooses_packing([SimpleNamespace(device=torch.device("cuda", 0))], pins=True)  # type: ignore[list-item]
 
 
 @pytest.mark.gpu

@@ -70,6 +70,7 @@ def copy(written: Path, tmp_path: Path) -> Path:
 # -- what is written is what is loaded ------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_the_demonstration_model(device: torch.device, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded as it lies there: nothing is packed again, and its logits are those of the model."""
     expected, ids = load_demo_model().to(device), prompt(24, device=device)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -69,3 +72,59 @@ def test_an_accelerator_has_two_streams_and_page_locks(device: torch.device) -> 
     assert torch.equal(torch.ones(2, device=device) + 1, torch.full((2,), 2.0, device=device))
     found.unregister(memory.data_ptr())
     assert not memory.is_pinned()
+
+
+def test_the_stream_that_threads_share_is_entered_by_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that can be seen without an accelerator."""
+    shared, entered = torch.Stream(stream_id=3, device_index=0, device_type=0), []
+
+    def own(**identity: int) -> Any:
+        entered.append(identity)
+        return nullcontext()
+
+    here, there = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    monkeypatch.setattr(torch, "Stream", own)
+    AcceleratorDevice.copy(AcceleratorDevice.__new__(AcceleratorDevice), shared, there, here)
+    assert torch.equal(there, here)
+    assert entered == [{"stream_id": 3, "device_index": 0, "device_type": 0}]
+
+
+def test_a_mark_that_is_not_reached_is_not_asked_for_its_time() -> None:
+    """CUDA refuses to say, whichever of the two it is: threads compute on streams of their own."""
+
+    class Mark:
+        def __init__(self, *, reached: bool) -> None:
+            self.reached = reached
+
+        def query(self) -> bool:
+            return self.reached
+
+        def elapsed_time(self, end: Mark) -> float:
+            assert self.reached
+            assert end.reached, "device not ready"
+            return 1500.0
+
+    device = AcceleratorDevice.__new__(AcceleratorDevice)
+    for begin in (False, True):
+        for end in (False, True):
+            seconds = device.elapsed(Mark(reached=begin), Mark(reached=end))  # type: ignore[arg-type]
+            assert seconds == (1.5 if begin and end else None)
+
+
+@pytest.mark.gpu
+def test_threads_that_copy_at_the_same_time_keep_their_streams(device: torch.device) -> None:
+    """The staging ring's thread does, while a forward sends what is page-locked, on whatever stream it runs."""
+    found, side = stream_device(device), torch.cuda.Stream(device)
+    there, here = found.allocate(1 << 22), torch.zeros(1 << 22, dtype=torch.uint8)
+    stream = found.copy_stream()
+
+    def copies() -> Any:
+        for _ in range(300):
+            found.copy(stream, there, here)
+        return torch.cuda.current_stream(device)
+
+    with ThreadPoolExecutor(1) as pool, torch.cuda.stream(side):
+        others = pool.submit(copies)
+        assert copies() == side
+        assert others.result() == torch.cuda.default_stream(device)
+    found.settle()

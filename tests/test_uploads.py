@@ -20,7 +20,14 @@ from hf_prefetch.testing import FakeDevice, RaceChecker
 from test_mutations import is_ordering
 
 SOURCE = inspect.getsource(uploads)
-LINES = [node.lineno for node in ast.walk(ast.parse(SOURCE)) if is_ordering(node)]
+
+
+def orders(node: ast.AST) -> bool:
+    """A statement that waits or records, or waits for all that the device was given."""
+    return is_ordering(node) or (isinstance(node, ast.Expr) and ast.unparse(node).endswith(".settle()"))
+
+
+LINES = [node.lineno for node in ast.walk(ast.parse(SOURCE)) if orders(node)]
 
 
 def check(upload: Callable[..., Iterator[torch.Tensor]], count: int, policy: str | int) -> None:
@@ -49,8 +56,19 @@ def test_every_part_arrives(count: int, policy: str | int) -> None:
     check(uploaded, count, policy)
 
 
+@pytest.mark.parametrize("room", [0, 1])
+def test_no_room_on_the_device_leaves_nothing_locked(room: int) -> None:
+    """Whoever asked packs on the CPU then, and the next mapping may lie where the buffer was."""
+    device = FakeDevice("eager")
+    device.fail_allocations(after=room)
+    with pytest.raises(torch.OutOfMemoryError):
+        next(uploaded(device, [torch.zeros(4)] * 5, 256))
+    gc.collect()
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+
+
 def test_there_are_lines_to_remove() -> None:
-    assert len(LINES) >= 6
+    assert len(LINES) >= 7
 
 
 @pytest.mark.parametrize("line", [None, *LINES], ids=lambda line: line and SOURCE.splitlines()[line - 1].strip())
@@ -59,7 +77,7 @@ def test_a_missing_ordering_is_noticed(line: int | None) -> None:
 
     class Remove(ast.NodeTransformer):
         def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-            return ast.copy_location(ast.Pass(), node) if is_ordering(node) and node.lineno == line else node
+            return ast.copy_location(ast.Pass(), node) if orders(node) and node.lineno == line else node
 
     module: Any = types.ModuleType("mutated_uploads")
     module.__package__ = uploads.__package__

@@ -62,7 +62,7 @@ class Slot:
         was_filled: whether the copy stream has written here and no compute stream has waited for that yet.
         is_leased: whether a CUDA graph knows its address, see [Note: slots and graphs].
         has_rows_only: whether it holds no more than the rows of one call.
-        found: which rows these are, each once.
+        found: which rows these are, each once, while it is held.
         bank: index of the bank whose bytes are here or on their way; None when free.
         version: of the bank's bytes, see `StoredBank.version`.
         upload: by which the staging ring brings the bank, until somebody has waited for it.
@@ -293,6 +293,8 @@ class SlotRing:
             if not self.device.is_capturing():
                 self.device.record(slot.free, self.device.compute_stream())
             slot.state, slot.bank, slot.has_rows_only = SlotState.FREE, None, False
+            # It may lie in a graph's pool, as the ids do that it refers to: see [Note: pools of memory] in `streams`.
+            slot.found = None
 
     def close(self) -> None:
         """Free all slots, after the last copy and kernel that use them have ended. Idempotent."""

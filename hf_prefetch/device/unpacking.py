@@ -80,7 +80,8 @@ def _unpack(  # type: ignore[no-untyped-def]
                 listed = start + tl.arange(0, CHUNK)
                 escape = tl.load(escapes + row * width + 1 + first + listed, mask=listed < count, other=0)
                 position = escape & 0xFFFFFFFF
-                inside = (listed < count) & (position < words.to(tl.int64) * 2)
+                # Divided, and not compared with twice as many words: that may be more than an int32 holds.
+                inside = (listed < count) & (position // 2 < words)
                 tl.store(weights + position, (escape >> 32).to(tl.int16), mask=inside)
 
 

@@ -27,14 +27,17 @@ class _Stage:
 
     def __init__(self, device: StreamDevice, nbytes: int) -> None:
         self.device = device
-        self.arena = Arena(nbytes)
-        self.arena.touch()
-        # Where the system refuses, copies are slower and hold the thread.
-        self.arena.pin(device)
+        # First, since there may be no room: memory that is page-locked must not be left behind.
         self.there = device.allocate(nbytes)
         self.sent, self.free = device.new_event(), device.new_event()
         device.record(self.free, device.compute_stream())
+        self.arena = Arena(nbytes)
+        self.arena.touch()
         self._is_used = False
+
+    def pin(self) -> None:
+        """Page-lock the host's buffer. Where the system refuses, copies are slower and hold the thread."""
+        self.arena.pin(self.device)
 
     def send(self, part: torch.Tensor) -> torch.Tensor:
         """Bring a part to the device. Returns it there; it must not be read before `sent`."""
@@ -61,6 +64,8 @@ def uploaded(device: StreamDevice, parts: Iterable[torch.Tensor], most: int) -> 
     """
     waiting, stages = iter(parts), [_Stage(device, most) for _ in range(2)]
     try:
+        for stage in stages:
+            stage.pin()
         with ThreadPoolExecutor(1, thread_name_prefix="hf_prefetch_upload") as pool:
             part = next(waiting, None)
             ahead = None if part is None else pool.submit(stages[0].send, part)

@@ -68,8 +68,10 @@ class Experience:
 
     def saw_kernels(self, ids: int, seconds: float) -> None:
         """Between two banks of a pass of such calls the device had work of its own for so long."""
-        bucket = _bucket(ids)
-        self._kernels[bucket] = min(seconds, self._kernels.get(bucket, math.inf) * _FORGET)
+        # Of calls on two streams the later may have come first.
+        if seconds > 0:
+            bucket = _bucket(ids)
+            self._kernels[bucket] = min(seconds, self._kernels.get(bucket, math.inf) * _FORGET)
 
     def knows(self, ids: int) -> bool:
         """Whether calls of about so many ids were seen."""
