@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -48,9 +48,9 @@ class ExpertBank:
     ids_argument: tuple[str, int] | None
     layout: BankLayout
     has_beside: bool = False
-    # Weak on both sides: a module owns its own weights as a rule, and an entry must not keep itself.
-    _places: weakref.WeakKeyDictionary[nn.Module, list[tuple[weakref.ref[nn.Module], str, str]]] = field(
-        default_factory=weakref.WeakKeyDictionary, repr=False
+    # Of each holder, of which there are few. Weak on both sides: a module owns its own weights as a rule.
+    _places: list[tuple[weakref.ref[nn.Module], list[tuple[weakref.ref[nn.Module], str, str]]]] = field(
+        default_factory=list, repr=False
     )
 
     @property
@@ -84,9 +84,9 @@ class ExpertBank:
     def _plain_names(self) -> tuple[str, ...]:
         return tuple(name for name, parameter in self.parameters.items() if is_plain(parameter))
 
-    def parts(self) -> dict[str, torch.Tensor]:
+    def parts(self) -> Mapping[str, torch.Tensor]:
         """What the Parameters are made of, named as in the layout."""
-        return dict(self.parameters) if self.is_plain else parts_of(self.parameters)
+        return self.parameters if self.is_plain else parts_of(self.parameters)
 
     def dressed(self, tensors: dict[str, nn.Parameter], found: Any = None) -> dict[str, nn.Parameter]:
         """Parameters to compute with, made of these tensors, which are named as in the layout.
@@ -113,26 +113,38 @@ class ExpertBank:
 
     def places(self, module: nn.Module) -> list[tuple[nn.Module, str, str]]:
         """Where a holder's weights are: owner, name of the weight there, name in the bank."""
-        places = self._places.get(module)
-        if places is None:
-            owners = ((_owner_of(module, name), name) for name in self.parameters)
-            places = [(weakref.ref(owner), own, name) for (owner, own), name in owners]
-            self._places[module] = places
-        return [(owner, own, name) for reference, own, name in places if (owner := reference()) is not None]
+        return [(owner, own, name) for refers, own, name in self._places_in(module) if (owner := refers()) is not None]
+
+    def _places_in(self, module: nn.Module) -> list[tuple[weakref.ref[nn.Module], str, str]]:
+        for holder, places in self._places:
+            if holder() is module:
+                return places
+        owners = ((_owner_of(module, name), name) for name in self.parameters)
+        places = [(weakref.ref(owner), own, name) for (owner, own), name in owners]
+        self._places.append((weakref.ref(module), places))
+        return places
 
     def point(self, module: nn.Module, tensors: dict[str, nn.Parameter]) -> None:
         """Make a holder read these tensors."""
-        for owner, own, name in self.places(module):
-            values, key = place_of(owner, own)
-            values[key] = tensors[name]
+        # Here and below: several times a call, so nothing is asked for that is known.
+        for refers, own, name in self._places_in(module):
+            if (owner := refers()) is not None:
+                values, key = owner._parameters, own
+                if own not in values:
+                    values, key = place_of(owner, own)
+                values[key] = tensors[name]
 
-    def replaced(self, module: nn.Module, tensors: dict[str, nn.Parameter] | None = None) -> Iterator[str]:
+    def replaced(self, module: nn.Module, tensors: dict[str, nn.Parameter] | None = None) -> list[str]:
         """Names of a holder's weights that are not these tensors; the bank's Parameters, if none are given."""
-        expected = self.parameters if tensors is None else tensors
-        for owner, own, name in self.places(module):
-            values, key = place_of(owner, own)
-            if values.get(key) is not expected[name]:
-                yield name
+        expected, replaced = self.parameters if tensors is None else tensors, []
+        for refers, own, name in self._places_in(module):
+            if (owner := refers()) is not None:
+                values, key = owner._parameters, own
+                if own not in values:
+                    values, key = place_of(owner, own)
+                if values.get(key) is not expected[name]:
+                    replaced.append(name)
+        return replaced
 
     def rebind(self) -> None:
         """Look the Parameters up again: accelerate puts new ones in place when it attaches or detaches a hook."""

@@ -149,10 +149,11 @@ def takes_other_ids(module: nn.Module, implementation: str | None, bank: ExpertB
     """
     if implementation not in _ANY_ORDER or "num_experts" not in module.__dict__ or bank.has_beside:
         return False
-    besides = (
-        tensor for name, tensor in (*module._parameters.items(), *module._buffers.items()) if name not in bank.parameters
-    )
-    return not any(tensor is not None and tensor.dim() and tensor.shape[0] == bank.num_experts for tensor in besides)
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if name not in bank.parameters and tensor is not None and tensor.dim() and tensor.shape[0] == bank.num_experts:
+                return False
+    return True
 
 
 def _bank(index: int, candidates: list[_Candidate]) -> ExpertBank:

@@ -86,22 +86,25 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
             inputs = _tensors(args, kwargs)
             before = versions(inputs)
             try:
+                try:
+                    return self._attempt(module, forward, args, kwargs)
+                except torch.OutOfMemoryError:
+                    # If it has changed nothing that it was given, it can be called again.
+                    if versions(inputs) != before or not self.scheduler.give_up_cache(self.bank):
+                        raise
+                except Exception:
+                    # It may want memory that can be looked at.
+                    if self._guard is None or self._is_proven or self._refused is not None:
+                        raise
+                    self._guards = False
+                    with torch.no_grad():
+                        for value, given in self._given:
+                            if not torch.equal(value, given):
+                                value.copy_(given)
                 return self._attempt(module, forward, args, kwargs)
-            except torch.OutOfMemoryError:
-                # If it has changed nothing that it was given, it can be called again.
-                if versions(inputs) != before or not self.scheduler.give_up_cache(self.bank):
-                    raise
-            except Exception:
-                # It may want memory that can be looked at.
-                if self._guard is None or self._is_proven or self._refused is not None:
-                    raise
-                self._guards = False
-                with torch.no_grad():
-                    for value, given in self._given:
-                        if not torch.equal(value, given):
-                            value.copy_(given)
-                self._given = []
-            return self._attempt(module, forward, args, kwargs)
+            finally:
+                # Nothing that a call has made outlives it: see [Note: pools of memory].
+                self._guard, self._given = None, []
 
     def _attempt(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         restored, self._guard = False, None
@@ -125,9 +128,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
                 finally:
                     self._check_untouched(module, tensors, parts, before)
                 if self._guard is not None:
-                    self._guards, self._is_proven, self._given = not self._guard.is_whole, True, []
-                    # Its copy of the ids may lie in a graph's pool: see [Note: pools of memory] in `streams`.
-                    self._guard = None
+                    self._guards, self._is_proven = not self._guard.is_whole, True
             except BaseException:
                 self.scheduler.break_off()
                 raise
@@ -138,7 +139,9 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
             # Once more, for an interrupt that came before or in the middle of the one above (invariant 4).
             if not restored:
                 self._restore(module)
-        self._check_kept(module, parts.values())
+        self._calls += 1
+        if self._calls in _LOOKED_AT:
+            self._check_kept(module, parts.values())
         return output
 
     def _guarded(self, tensors: dict[str, nn.Parameter], ids: torch.Tensor | None) -> dict[str, nn.Parameter]:
@@ -165,7 +168,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         """
         ids, implementation = self.bank.ids(args, kwargs), implementation_of(module)
         rows = ids if reads_only_routed_rows(module, forward, implementation) else None
-        guards = self._guards and not is_decorated(module) and not self.scheduler.is_capturing()
+        guards = self._guards and rows is None and not is_decorated(module) and not self.scheduler.is_capturing()
         count = None if ids is None else ids.numel()
         remaps = rows is not None and takes_other_ids(module, implementation, self.bank)
         return count, ids if guards else rows, remaps, guards
@@ -176,7 +179,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
 
     def _check_weights(self, module: nn.Module) -> None:
         """What is sent to the device is what the store holds: weights that live elsewhere by now would be ignored."""
-        for name in list(self.bank.replaced(module)) or self.scheduler.store.strays(self.bank):
+        for name in self.bank.replaced(module) or self.scheduler.store.strays(self.bank):
             if torch.compiler.is_exporting():
                 refuse_export()
             raise RuntimeError(
@@ -203,9 +206,6 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
 
         Most make them in their first call, and others soon after. A look takes a millisecond or so.
         """
-        self._calls += 1
-        if self._calls not in _LOOKED_AT:
-            return
         for name in kept_views(module, (*lent, *self.scheduler.buffers(self.bank))):
             self._refuse(
                 f"keeps a view of its weights in the attribute {name}", "makes it at its first call and reads it later"

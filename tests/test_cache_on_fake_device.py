@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from cached_streaming import MANY, CachedStreaming
 from caching import REMAPPING, assert_rows_are_right, budget, cached, lane_of
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
+from hf_prefetch.device.rows import RowSender
 from hf_prefetch.scheduling import lane as lane_module
 from hf_prefetch.testing import FakeDevice, RaceChecker
 from models import EXPERTS, Snapshot, bank_bytes, build, experts_of, prompt
@@ -297,3 +299,28 @@ def test_enabling_again_brings_the_cache_back() -> None:
         assert len(told) == 1
     disable_expert_prefetch(model)
     assert len(experts_of(model)) == LAYERS
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_weights_that_change_while_experts_are_sent(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, say: what that call has brought into the cache is not taken for the new ones later on."""
+    streaming = CachedStreaming(1, 2, FakeDevice("eager"), rows=3)
+    name = "keep" if many else "send_to_cache"
+    send = getattr(RowSender, name)
+
+    def write_then(*args: object) -> object:
+        found = send(*args)
+        streaming.write(0, 2.0)
+        return found
+
+    with streaming.device.watching():
+        with monkeypatch.context() as patch:
+            patch.setattr(RowSender, name, write_then)
+            bank, ids = streaming.banks[0], torch.tensor([[1], [2]])
+            streaming.scheduler.acquire(bank, MANY if many else 2, ids, remaps=True)
+            streaming.scheduler.release(bank)
+        streaming.call(0, [1, 2])
+    streaming.scheduler.close()
+    # Whoever writes without settling races, but here all has run in order.
+    streaming.device.finish()
+    assert not streaming.wrong, streaming.wrong

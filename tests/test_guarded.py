@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
+from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, hooks
 from hf_prefetch.guarded import GuardedRows, Present
 from hf_prefetch.testing import FakeDevice, RaceChecker
 from models import Snapshot
@@ -90,6 +93,13 @@ class Fails(Experts):
         return super().one(hidden, expert)
 
 
+class RunsOut(Experts):
+    """Has no room for one of them."""
+
+    def one(self, hidden: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+
 class Block(nn.Module):
     """Routes to them."""
 
@@ -140,6 +150,31 @@ def test_the_same_bits_whatever_is_read(kind: type[Experts], routed: int | None,
     assert all(torch.equal(model(each), other) for each, other in zip(hidden, expected, strict=True))
     assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
     RaceChecker().assert_clean(device.log)
+
+
+@pytest.mark.parametrize("kind", [Experts, RunsOut])
+@torch.no_grad()
+def test_nothing_of_a_call_outlives_it(kind: type[Experts], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what it was given nor what was made for it: that may be of a pool of memory that insists on it."""
+    made: list[weakref.ref[Present]] = []
+
+    class Watched(Present):
+        def __init__(self, ids: torch.Tensor, count: int, complete: Callable[[], object]) -> None:
+            super().__init__(ids, count, complete)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(hooks, "Present", Watched)
+    model, hidden = model_of(kind), torch.randn(1, WIDTH)
+    enable_expert_prefetch(model, device="cpu", progress=False)
+    given = weakref.ref(hidden)
+    with pytest.raises(torch.OutOfMemoryError) if kind is RunsOut else contextlib.nullcontext():
+        model(hidden)
+    del hidden
+    gc.collect()
+    assert given() is None
+    assert made
+    assert not [one for one in made if one() is not None]
+    disable_expert_prefetch(model)
 
 
 @torch.no_grad()

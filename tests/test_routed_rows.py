@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -82,6 +84,17 @@ def test_rows_are_counted_once_each() -> None:
     assert report.bytes_to_device == 3 * streaming.banks[0].nbytes // 2
     streaming.scheduler.reset()
     assert streaming.scheduler.report().routed_rows == 0
+    streaming.close()
+
+
+def test_the_list_of_rows_is_gone_with_the_call() -> None:
+    """It is memory of whoever has called, who may run a graph once before its capture: nothing in its pool may stay."""
+    streaming, ids = Streaming(3, 3, FakeDevice("eager")), torch.tensor([1, 0])
+    streaming.scheduler.acquire(streaming.banks[0], 2, ids)
+    streaming.scheduler.release(streaming.banks[0])
+    there = weakref.ref(ids)
+    del ids
+    assert there() is None
     streaming.close()
 
 

@@ -140,9 +140,10 @@ class RowCaches:
     def fetch(self, stored: StoredBank, ids: torch.Tensor, counter: RowCounter) -> torch.Tensor:
         """Bring the experts that `ids` names into the cache, which is held. Returns the row of each, in the shape of `ids`."""
         cache = self._caches[stored.bank.index]
-        cache.version = NOTHING
+        # That of `hold`: what is written while rows are sent comes at the next one.
+        version, cache.version = cache.version, NOTHING
         rows = self._sender.send_to_cache(stored, cache.table, cache.layout, cache.buffer, ids, counter)
-        cache.version = stored.version
+        cache.version = version
         return rows
 
     def keep(self, stored: StoredBank, slot: torch.Tensor, ids: torch.Tensor, weights: tuple[float, float]) -> None:
@@ -155,10 +156,10 @@ class RowCaches:
             weights: see `RowTable.assign_prompt`.
         """
         cache = self._caches[stored.bank.index]
-        cache.version = NOTHING
+        version, cache.version = cache.version, NOTHING
         found = cache.table.assign_prompt(ids, *weights)
         self._sender.keep(stored, slot, cache.layout, cache.buffer, found)
-        cache.version = stored.version
+        cache.version = version
 
     def release(self, bank: int) -> None:
         """The forward that read a cache is enqueued. Idempotent."""

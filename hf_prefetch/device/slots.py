@@ -119,7 +119,10 @@ class SlotRing:
 
     def slot_of(self, bank: int) -> Slot | None:
         """The slot that holds a bank's bytes or has them on their way, if any."""
-        return next((slot for slot in self._slots if slot.bank == bank), None)
+        for slot in self._slots:
+            if slot.bank == bank:
+                return slot
+        return None
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -197,7 +200,7 @@ class SlotRing:
 
     def holds_host(self, stored: StoredBank) -> bool:
         """Whether `fill` keeps the host from enqueuing anything else meanwhile."""
-        return not self._staging.takes(stored) and self.device.holds_host(pinned=stored.is_pinned)
+        return self.device.holds_host(pinned=stored.is_pinned) and not self._staging.takes(stored)
 
     def forget_if_changed(self, stored: StoredBank) -> None:
         """Let go of a bank that was sent ahead, if its weights in host memory have been written to since."""
@@ -292,9 +295,8 @@ class SlotRing:
         if slot is not None and slot.state is SlotState.HELD:
             if not self.device.is_capturing():
                 self.device.record(slot.free, self.device.compute_stream())
-            slot.state, slot.bank, slot.has_rows_only = SlotState.FREE, None, False
-            # It may lie in a graph's pool, as the ids do that it refers to: see [Note: pools of memory] in `streams`.
-            slot.found = None
+            # The list of rows is memory of the call's own, which must not outlive it: see [Note: pools of memory].
+            slot.state, slot.bank, slot.has_rows_only, slot.found = SlotState.FREE, None, False, None
 
     def close(self) -> None:
         """Free all slots, after the last copy and kernel that use them have ended. Idempotent."""

@@ -90,7 +90,7 @@ class StoredBank:
     @property
     def version(self) -> tuple[int, ...]:
         """Changes whenever torch writes to one of the bank's Parameters in place."""
-        return tuple(_version_of(parameter) for parameter in self.bank.parameters.values())
+        return tuple(map(_version_of, self.bank.parameters.values()))
 
 
 def _version_of(parameter: nn.Parameter) -> int:

@@ -289,7 +289,10 @@ class Lane:
 
     def cache_of(self, bank: ExpertBank) -> RowCache | None:
         """A bank's cache, made now if it is not there; None if there is no room for one, which is said once."""
-        wanting = self.caches.of(bank.index) is None and self.caches.rows > 0 and not self.caches.is_full
+        cache = self.caches.of(bank.index)
+        if cache is not None and self.caches.rows > 0:
+            return cache
+        wanting = self.caches.rows > 0 and not self.caches.is_full
         if wanting and self.device.is_capturing():
             raise_not_warm(bank)
         while self.caches.rows > 0:

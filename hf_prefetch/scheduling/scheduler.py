@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -59,22 +59,14 @@ class PrefetchScheduler:
         self.lock = threading.RLock()
         self.counters = Counters()
         self.store = store
-        self._lane_of = dict(zip(self.banks, self._lanes(devices), strict=True))
+        self._lane_of = self._make_lanes(devices)
+        self._lanes = tuple(dict.fromkeys(self._lane_of.values()))
         self._ahead_of_use: set[int] = set()
         self._computing_since: dict[int, Any] = {}
         self._closed = False
         self._in_compiled_code = False
         self._is_leased = False
         self.is_new = True
-
-    def _lanes(self, devices: dict[ExpertBank, StreamDevice]) -> Iterable[Lane]:
-        lanes: dict[StreamDevice, Lane] = {}
-        for device in devices.values():
-            if device not in lanes:
-                banks = [bank for bank in self.banks if devices[bank] is device]
-                budget = self.config.cache_budget
-                lanes[device] = Lane(device, banks, self.store, self.counters, slots=self.config.slots, cache_budget=budget)
-        return (lanes[device] for device in devices.values())
 
     # -- the three verbs ------------------------------------------------------------------------------------------
 
@@ -166,7 +158,7 @@ class PrefetchScheduler:
     def break_off(self) -> None:
         """A forward has raised, so this pass is over, and what was sent ahead for it is of no use."""
         self._ahead_of_use.clear()
-        for lane in self._lane_of.values():
+        for lane in self._lanes:
             lane.ring.forget_what_was_sent_ahead()
 
     def give_up_cache(self, bank: ExpertBank) -> bool:
@@ -178,7 +170,7 @@ class PrefetchScheduler:
 
         Without this the first host-resident bank would only be sent when it is asked for.
         """
-        for lane in dict.fromkeys(self._lane_of.values()):
+        for lane in self._lanes:
             if lane.device.is_capturing():
                 continue
             first = self.store.bank(lane.order.upcoming(1)[0])
@@ -187,6 +179,15 @@ class PrefetchScheduler:
             lane.announced = True
             if choose_path(wants_rows=few, can_look_ahead=lane.looks_ahead) is Path.LOOKAHEAD and lane.has_slots():
                 lane.send_first()
+
+    def _make_lanes(self, devices: dict[ExpertBank, StreamDevice]) -> dict[ExpertBank, Lane]:
+        lanes: dict[StreamDevice, Lane] = {}
+        for device in devices.values():
+            if device not in lanes:
+                banks = [bank for bank in self.banks if devices[bank] is device]
+                budget = self.config.cache_budget
+                lanes[device] = Lane(device, banks, self.store, self.counters, slots=self.config.slots, cache_budget=budget)
+        return {bank: lanes[device] for bank, device in devices.items()}
 
     def _path(
         self, lane: Lane, bank: ExpertBank, routed_ids: int | None, ids: torch.Tensor | None, *, remaps: bool, capturing: bool
@@ -227,14 +228,13 @@ class PrefetchScheduler:
         """What happened since the model was enabled, or since `reset`."""
         with self.lock:
             ledger = self.store.ledger
-            lanes = dict.fromkeys(self._lane_of.values())
             return self.counters.report(
                 slots=self.config.slots,
-                unpacks=any(lane.opens for lane in lanes),
+                unpacks=any(lane.opens for lane in self._lanes),
                 banks=len(self.banks),
                 resident_banks=self.resident,
-                devices=tuple(lane.device.name for lane in lanes),
-                looks_ahead=all(lane.looks_ahead for lane in lanes),
+                devices=tuple(lane.device.name for lane in self._lanes),
+                looks_ahead=all(lane.looks_ahead for lane in self._lanes),
                 device_bytes=ledger.held(Purpose.SLOTS),
                 cache_bytes=ledger.held(Purpose.CACHES),
                 cache_asked=self.config.cache_budget,
@@ -242,8 +242,8 @@ class PrefetchScheduler:
                 file_bytes=ledger.held(Purpose.FILES),
                 pinned_bytes=ledger.held(Purpose.PINNED),
                 staging_bytes=ledger.held(Purpose.STAGING),
-                staged_bytes=sum(lane.staging.nbytes for lane in lanes),
-                staged_seconds=sum(lane.staging.seconds for lane in lanes),
+                staged_bytes=sum(lane.staging.nbytes for lane in self._lanes),
+                staged_seconds=sum(lane.staging.seconds for lane in self._lanes),
                 weight_bytes=sum(bank.weight_nbytes for bank in self.banks),
             )
 
@@ -254,7 +254,7 @@ class PrefetchScheduler:
         Raises:
             RuntimeError: a timeline is being recorded already.
         """
-        timeline, rings = Timeline(), [lane.ring for lane in self._lane_of.values()]
+        timeline, rings = Timeline(), [lane.ring for lane in self._lanes]
         if any(ring.timeline is not None for ring in rings):
             raise RuntimeError("A timeline of this model is being recorded already: one block can't be inside another.")
         for ring in rings:
@@ -274,7 +274,7 @@ class PrefetchScheduler:
         """Forget what calls have shown about time and routing, and set the counters to zero: they were no calls of use."""
         with self.lock:
             self.is_new = False
-            for lane in dict.fromkeys(self._lane_of.values()):
+            for lane in self._lanes:
                 lane.begin_anew()
             self.counters.reset()
 
@@ -306,7 +306,7 @@ class PrefetchScheduler:
         A forward returns before its copies have ended, and what they carry would be a mixture of old and new weights.
         """
         with self.lock:
-            for lane in dict.fromkeys(self._lane_of.values()):
+            for lane in self._lanes:
                 lane.settle()
 
     @contextmanager
@@ -326,11 +326,11 @@ class PrefetchScheduler:
 
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream of one of the devices."""
-        return any(lane.device.is_capturing() for lane in self._lane_of.values())
+        return any(lane.device.is_capturing() for lane in self._lanes)
 
     def runs_here(self) -> bool:
         """Whether the current thread is one that the scheduler has started."""
-        return any(lane.staging.runs_here() for lane in self._lane_of.values())
+        return any(lane.staging.runs_here() for lane in self._lanes)
 
     def stop(self) -> None:
         """Wait for the last copy and kernel, and free the slots and caches. Idempotent; `acquire` raises from here on.
@@ -350,7 +350,7 @@ class PrefetchScheduler:
             self._closed = True
             if not self._is_leased:
                 self._free()
-            for lane in dict.fromkeys(self._lane_of.values()):
+            for lane in self._lanes:
                 # Graphs read page-locked memory only.
                 lane.staging.close()
 
@@ -362,7 +362,7 @@ class PrefetchScheduler:
             self.store.close()
 
     def _free(self) -> None:
-        for lane in dict.fromkeys(self._lane_of.values()):
+        for lane in self._lanes:
             lane.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

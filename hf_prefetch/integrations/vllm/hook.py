@@ -51,7 +51,7 @@ class LayerHook(ExpertPrefetchHook):
         """Nothing to tell: ids below the number of rows are good ids, and kernels ask the weights how many they have."""
 
     def _check_weights(self, module: nn.Module) -> None:
-        for name in list(self.bank.replaced(module)) or self.scheduler.store.strays(self.bank):
+        for name in self.bank.replaced(module) or self.scheduler.store.strays(self.bank):
             raise RuntimeError(
                 f"{self.bank.name}.{name} was replaced after its experts had gone to host memory (reload_weights, a weight "
                 "transfer), so the device would get the old weights. Weights of an engine with hf_prefetch can't be reloaded: "
