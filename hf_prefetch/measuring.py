@@ -31,7 +31,13 @@ def chooses_packing(devices: Iterable[StreamDevice], *, pins: bool) -> bool:
     devices = list(devices)
     if not devices or not triton_is_there() or any(device.device.type != "cuda" for device in devices):
         return False
-    return all(packing_pays(measure(device, pins=pins)) for device in devices)
+    try:
+        return all(packing_pays(measure(device, pins=pins)) for device in devices)
+    except torch.OutOfMemoryError:
+        # What there is no room to measure is not done.
+        for device in devices:
+            device.trim()
+        return False
 
 
 def measure(device: StreamDevice, *, pins: bool) -> Rates:

@@ -17,7 +17,7 @@ from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pr
 from hf_prefetch.demo import demo_model_path, load_demo_model
 from hf_prefetch.discovery import find_banks
 from hf_prefetch.hooks import flatten
-from hf_prefetch.measuring import measure
+from hf_prefetch.measuring import chooses_packing, measure
 from hf_prefetch.memory.packing import PackedRows, pack
 from hf_prefetch.packed import PackedWeights
 from hf_prefetch.scheduling.packing import Rates, packing_pays
@@ -423,6 +423,22 @@ def test_auto_is_off_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked == {"devices": [device], "pins": False}
         assert bool(packed_parameters(model)) == pays
     disable_expert_prefetch(model)
+
+
+def test_auto_is_off_where_there_is_no_room_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is enabled all the same, and what was allocated is given back."""
+
+    def full(device: FakeDevice, **_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    trimmed: list[FakeDevice] = []
+    monkeypatch.setattr("hf_prefetch.measuring.measure", full)
+    monkeypatch.setattr("hf_prefetch.measuring.triton_is_there", lambda: True)
+    monkeypatch.setattr(FakeDevice, "trim", lambda self: trimmed.append(self))
+    device = FakeDevice()
+    device.device = torch.device("cuda", 0)
+    assert not chooses_packing([device], pins=True)
+    assert trimmed == [device]
 
 
 @pytest.mark.gpu
