@@ -30,7 +30,7 @@ test-optional: $(STAMP) $(OPTIONAL)/installed
 test-packed: $(STAMP)
 	HF_HUB_OFFLINE=1 HF_PREFETCH_TEST_PACKED=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(addprefix tests/test_,\
 		adapters.py cache_on_fake_device.py capture.py faults.py generation.py lookahead_order.py models_on_fake_device.py \
-		partial_residency.py routed_rows.py)
+		parity.py partial_residency.py routed_rows.py)
 	HF_HUB_OFFLINE=1 HF_PREFETCH_TEST_PACKED=1 $(VENV)/bin/python -m pytest -n 2 tests/test_architectures.py -k bfloat16
 
 # The vLLM plugin, in an environment of its own with vLLM's CPU build: it pins another transformers.

@@ -352,6 +352,7 @@ def test_experts_called_by_hand_in_any_order_are_exact(
     for tokens in (1, 5, GATE - 1, GATE, 20, 33):
         hidden = torch.randn(tokens, model.config.hidden_size, generator=generator)
         weights, chosen = torch.rand(tokens, EXPERTS, generator=generator).softmax(-1).topk(TOP_K)
+        hidden, weights = hidden.to(model.dtype), weights.to(model.dtype)
         inputs.append(tuple(tensor.to(device) for tensor in (hidden, chosen, weights)))
     calls = [(choose.randrange(len(experts)), choose.randrange(len(inputs))) for _ in range(200)]
     with torch.no_grad():
