@@ -29,8 +29,9 @@ test-optional: $(STAMP) $(OPTIONAL)/installed
 # The suites of what is done with weights, with all of them packed. Tests that are marked `raw` are left out.
 test-packed: $(STAMP)
 	HF_HUB_OFFLINE=1 HF_PREFETCH_TEST_PACKED=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(addprefix tests/test_,\
-		cache_on_fake_device.py capture.py faults.py generation.py lookahead_order.py models_on_fake_device.py \
-		partial_residency.py routed_rows.py)
+		adapters.py cache_on_fake_device.py capture.py faults.py generation.py lookahead_order.py models_on_fake_device.py \
+		parity.py partial_residency.py routed_rows.py)
+	HF_HUB_OFFLINE=1 HF_PREFETCH_TEST_PACKED=1 $(VENV)/bin/python -m pytest -n 2 tests/test_architectures.py -k bfloat16
 
 # The vLLM plugin, in an environment of its own with vLLM's CPU build: it pins another transformers.
 test-vllm: $(VLLM)/installed

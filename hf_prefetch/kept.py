@@ -88,8 +88,8 @@ class Kept:
         if extents is None and self._folder is None:
             raise ValueError(
                 f"The experts of {bank.name} go beyond host_memory, and can't be read from a checkpoint as they are there "
-                '(they are in memory already, or stored in another form or type). Give offload_folder="...": a folder on a '
-                "fast disk, to which they are written once."
+                "(they are in memory already, or stored in another form or type, or with checksums). Give "
+                'offload_folder="...": a folder on a fast disk, to which they are written once.'
             )
         if extents is not None:
             source = FileSource(extents)

@@ -34,7 +34,9 @@ def chooses_packing(devices: Iterable[StreamDevice], *, pins: bool) -> bool:
     try:
         return all(packing_pays(measure(device, pins=pins)) for device in devices)
     except torch.OutOfMemoryError:
-        # Packed weights are unpacked into memory that has to be there too.
+        # What there is no room to measure is not done.
+        for device in devices:
+            device.trim()
         return False
 
 

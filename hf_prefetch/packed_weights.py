@@ -54,6 +54,8 @@ class PackedWeights(torch.Tensor):
     def __new__(cls: type[PackedWeights], blocks: torch.Tensor, escapes: torch.Tensor, size: torch.Size) -> PackedWeights:
         made: PackedWeights = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bfloat16, device=blocks.device)
         made.blocks, made.escapes, made._shared = blocks, escapes, _Shared()
+        # An error, where DLPack or an extension would take a null pointer for the weights.
+        torch._C._set_throw_on_mutable_data_ptr(made)
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -198,6 +200,22 @@ class PackedWeights(torch.Tensor):
     def storage(self) -> Any:
         """As `data_ptr`: safetensors asks for this."""
         self.data_ptr()
+
+    def share_memory_(self) -> Any:
+        """As `data_ptr`: there is nothing that could be shared."""
+        self.data_ptr()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """As `data_ptr`."""
+        self.data_ptr()
+
+    def tolist(self) -> Any:
+        """As of any tensor."""
+        return self.unpacked().tolist()
+
+    def numpy(self, **options: Any) -> Any:
+        """As of any tensor: numpy has no bfloat16, and torch's own error says so."""
+        return self.unpacked().numpy(**options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """An ordinary one."""

@@ -15,7 +15,8 @@ from safetensors import safe_open
 
 from .memory.checkpoint import StoredTensor, read_headers
 from .memory.packed_files import damaged_tensors, is_packed
-from .memory.packing import pack, unpack
+from .memory.packing import PackedRows, pack, unpack
+from .packed_weights import PackedWeights
 from .progress import byte_progress
 from .sizes import shown
 
@@ -133,7 +134,7 @@ def verify(folder: Path, name: str, device: torch.device, *, progress: bool | No
             escapes += int(packed.escapes[:, 0].sum())
             bits = rows.view(torch.int16)
             counts += torch.bincount((bits.flatten().int() >> 7) & 0xFF, minlength=256).cpu()
-            if not torch.equal(unpack(packed).view(torch.int16), bits):
+            if not torch.equal(_unpacked(packed).view(torch.int16), bits):
                 wrong.append(stored.key)
             bar.update(stored.nbytes)
     shares = counts[counts > 0].double() / counts.sum()
@@ -154,6 +155,14 @@ def _checked(folder: Path, name: str, progress: bool | None) -> Checked:
                 wrong.append(str(stored))
             bar.update(stored.nbytes)
     return Checked(name, count, nbytes, tuple(wrong))
+
+
+def _unpacked(packed: PackedRows) -> torch.Tensor:
+    """The weights, as a model's calls unpack them: on a GPU by the kernel, which takes rows of an even number of weights."""
+    if packed.weights % 2:
+        return unpack(packed)
+    size = torch.Size((packed.blocks.shape[0], packed.weights))
+    return PackedWeights.opened({"blocks": packed.blocks, "escapes": packed.escapes}, size, None)
 
 
 def _tensors(tensors: list[StoredTensor]) -> Iterator[tuple[StoredTensor, torch.Tensor]]:

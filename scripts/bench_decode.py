@@ -46,6 +46,9 @@ from routing_synthetic import synthetic_ids
 
 Json = dict[str, Any]
 
+# Whether experts are packed, in turn, by what --pack says.
+_FORMS = {"no": (False,), "yes": (True,), "both": (False, True)}
+
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
@@ -70,7 +73,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=5, help="passes of such a prompt, each way")
     add("--warmups", type=int, default=2, help="passes before those")
     add("--generate", type=int, default=0, help="tokens that the resident model generates, eagerly and compiled; 0 is none")
-    add("--pack", action="store_true", help="keep experts packed")
+    add(
+        "--pack", nargs="?", const="yes", default="no", choices=list(_FORMS), help="keep experts packed, or raw and then packed"
+    )
     add("--device", help="cuda, cpu; the GPU if there is one")
     add("--time-limit", type=float, default=0, help="seconds after which nothing new is started; 0 is none")
     add("--out", type=Path)
@@ -130,16 +135,26 @@ class DecodeBench:
         with self.injected() as injection:
             self.all_arms("resident", injection, None)
             self.subject.place_experts(torch.device("cpu"))
-            options = {"expert_cache": 1, "pack": self.options.pack, "progress": False}
-            enable_expert_prefetch(self.subject.model, bench_decode_report.SLOTS, device=self.device, **options)
-            try:
+            forms = _FORMS[self.options.pack]
+            for pack in forms:
+                # Beside raw ones, packed arms have names of their own; prompts and the gather kernel are not measured again.
+                name = "packed, " if pack and len(forms) > 1 else ""
+                self.attempt(f"{name}enabled", lambda pack=pack, name=name: self.enabled(injection, pack, name))  # type: ignore[misc]
+
+    def enabled(self, injection: RoutingInjection, pack: bool, name: str) -> None:
+        """The arms with experts in host memory, packed or not; `name` comes before theirs."""
+        enable_expert_prefetch(
+            self.subject.model, bench_decode_report.SLOTS, device=self.device, expert_cache=1, pack=pack, progress=False
+        )
+        try:
+            if not name:
                 self.attempt("gather", self.gather)
                 self.prompts(injection)
-                self.all_arms("no cache", injection, 0)
-                for rows in self.options.rows:
-                    self.all_arms(f"{rows} rows", injection, rows)
-            finally:
-                disable_expert_prefetch(self.subject.model)
+            self.all_arms(f"{name}no cache", injection, 0)
+            for rows in self.options.rows:
+                self.all_arms(f"{name}{rows} rows", injection, rows)
+        finally:
+            disable_expert_prefetch(self.subject.model)
 
     # -- decode -----------------------------------------------------------------------------------------------------
 

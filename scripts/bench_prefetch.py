@@ -13,6 +13,7 @@ import torch
 from bench_arm import Arm
 from bench_host import HostMemory, PinnedBlock
 from bench_models import Subject
+from bench_packed import unpacking
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 
 __all__ = ["Prefetch", "Way"]
@@ -104,6 +105,7 @@ class Prefetch(Arm):
             "seconds": seconds[0],
             "gb_per_s": sum(subject.bank_bytes.values()) / seconds[0] / 1e9,
             "host_bytes": host,
+            "unpacking": unpacking(subject.model.expert_prefetch, subject.device) if way.pack else None,
             "experts_host_bytes": None if rest is None else {key: (host[key] or 0) - rest for key in ("peak", "after")},
         }
 

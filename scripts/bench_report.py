@@ -11,6 +11,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from bench_packed import PACKED, packed_figures
+
 __all__ = ["AIMS", "CONTRACT", "SCHEMA", "derive", "host_bank_bytes"]
 
 SCHEMA = 1
@@ -18,7 +20,7 @@ MIB, GIB = 2**20, 2**30
 
 CONTRACT = {
     "prefill / lim": 1.02,
-    "packed, prefill / all weights over the link": 0.80,
+    **PACKED,
     "time / in proportion to the bytes in host memory": 1.05,
     "speed-up over accelerate": 6.5,
     "speed-up over diffusers": 1.25,
@@ -139,6 +141,7 @@ def _checks(results: Json) -> list[Json]:
                 if point.get("seconds"):
                     checks += _point_checks(results, name, arm, key, point)
             checks += _enabling(results, name, arm)
+            checks += _packing(results, name, arm)
             checks += _within_cap(name, arm)
     _leave_unjudged(results, checks)
     if results["machine"]["device"] == "cpu" or results["model"]["bank_bytes"] < _SMALLEST:
@@ -204,8 +207,11 @@ def _point_checks(results: Json, name: str, arm: Json, key: str, point: Json) ->
     packed = host < enter.get("host_weight_bytes", host)
     if packed and point["tokens"] >= _SHORTEST and resident.get("seconds") and "limit_seconds" in results["link"]:
         raw = enter["host_weight_bytes"] / results["link"]["gb_per_s"] / 1e9
+        other = _median(results, name.replace("+pack", ""), key)
         if statistics.median(resident["seconds"]) < CONTRACT["packed, prefill / all weights over the link"] * raw:
             checks.append(_check("packed, prefill / all weights over the link", name, key, point["median"] / raw, "<="))
+        elif other is not None:
+            checks.append(_check("packed, prefill / raw where it computes longer", name, key, point["median"] / other, "<="))
     if enter.get("host_weight_bytes", host) == model["bank_bytes"]:
         for rival, check in RIVALS.items():
             other = _median(results, rival, key)
@@ -249,6 +255,14 @@ def _enabling(results: Json, name: str, arm: Json) -> list[Json]:
     if arm.get("report"):
         checks.append(_flag("no fallbacks", name, None, arm["report"]["fallbacks"] == 0))
     return checks
+
+
+def _packing(results: Json, name: str, arm: Json) -> list[Json]:
+    """What a packed arm takes of host memory and of time besides prompts."""
+    if "+pack" not in name:
+        return []
+    figures = packed_figures(arm, results["arms"].get(name.replace("+pack", "")))
+    return [_check(figure, name, None, value, "<=") for figure, value in figures.items()]
 
 
 def _within_cap(name: str, arm: Json) -> list[Json]:

@@ -45,7 +45,8 @@ class Adapter(nn.Module):
         self.second = nn.Parameter(torch.randn(experts, RANK, columns, generator=_DRAWN) * 0.1)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        parametrize.register_parametrization(self.innermost, self.name, Delta(self.first @ self.second))
+        delta = (self.first @ self.second).to(getattr(self.innermost, self.name).dtype)
+        parametrize.register_parametrization(self.innermost, self.name, Delta(delta))
         try:
             return self.inside(*args, **kwargs)
         finally:
@@ -143,6 +144,25 @@ def test_adapters_that_are_switched_off_and_on(way: str) -> None:
         assert torch.equal(outcome(model)[0], without)
     assert torch.equal(outcome(model)[0], expected)
     disable_expert_prefetch(model)
+
+
+@pytest.mark.parametrize("way", ["target_parameters", "all-linear", "attention"])
+@pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
+def test_adapters_that_are_merged_into_packed_weights(merge: str, way: str) -> None:
+    """What PEFT writes is what is computed with, and what is there afterwards: the bits of a model that was never packed."""
+    merged = []
+    for is_packed in (False, True):
+        torch.manual_seed(0)
+        _DRAWN.manual_seed(0)
+        model = ADDED[way]().to(torch.bfloat16)
+        if is_packed:
+            enable_expert_prefetch(model, device="cpu", pack=True, progress=False)
+            assert model.expert_prefetch.report().host_bytes < 0.9 * model.expert_prefetch.report().weight_bytes
+        whole = getattr(model, merge)() or model
+        found = [outcome(whole)[0]]
+        disable_expert_prefetch(model)
+        merged.append([*found, outcome(whole)[0], *whole.state_dict().values()])
+    assert all(map(torch.equal, *merged))
 
 
 @pytest.mark.parametrize("way", ["own", "target_parameters"])

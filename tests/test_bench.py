@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -226,6 +227,18 @@ def test_the_demo_model_recalls_in_every_arm(scripts: Callable[[str], ModuleType
     other["recall"]["correct"] = 0
     failed = {check["name"] for check in scripts("bench_report").derive(results)["checks"] if check["pass"] is False}
     assert failed == set(names)
+
+
+def test_a_packed_arm_says_what_unpacking_takes(scripts: Callable[[str], ModuleType]) -> None:
+    subject = scripts("bench_models").build("tiny", 2, None, torch.device("cpu"))
+    options = Namespace(prefetch_from="host", cap=None)
+    with scripts("bench_arms").make_arm("prefetch-3+pack", subject, options) as arm:
+        found, weights = arm.entered["unpacking"], max(subject.bank_bytes.values())
+        assert found["bytes"] < 0.8 * found["weight_bytes"] == 0.8 * weights
+        assert min(found["copy"]) > 0
+        assert min(found["unpack"]) > 0
+    with scripts("bench_arms").make_arm("prefetch-3", subject, options) as arm:
+        assert arm.entered["unpacking"] is None
 
 
 def test_diffusers_gets_the_experts_and_nothing_else(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 SIZES = "--rows 2,4,8 --batches 1,4 --prompt 24 --steps 9 --lengths 1,16 --repeats 1 --layers 3"
+BESIDE = "--rows 4 --prompt 24 --steps 9 --layers 2 --pack both --lengths"
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,43 @@ def test_every_arm_computes_what_the_resident_one_does(run: dict[str, Any]) -> N
     assert set(arms) == {*half, "2 rows", "8 rows"}
     for name, arm in arms.items():
         assert arm["equal"] == {"calls": 3 * 9, "other_inputs": 0, "other_outputs": 0}, name
+
+
+def test_raw_and_packed_in_one_run(scripts: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """The same arms, the packed ones with fewer bytes."""
+    path = tmp_path / "both.json"
+    scripts("bench_decode").main(["--model", "tiny", "--device", "cpu", *BESIDE.split(), "", "--out", str(path)])
+    arms = json.loads(path.read_text())["decode"]
+    assert set(arms) == {"resident", "no cache", "4 rows", "packed, no cache", "packed, 4 rows"}
+    assert all(arm["equal"] == {"calls": 2 * 9, "other_inputs": 0, "other_outputs": 0} for arm in arms.values())
+    sent, raw = (arms[name]["eager"]["sent_bytes"] for name in ("packed, no cache", "no cache"))
+    assert 0 < sent < 0.8 * raw
+
+
+def test_packed_is_held_against_raw_where_the_link_decides(scripts: Callable[[str], ModuleType]) -> None:
+    report = scripts("bench_decode_report")
+    seconds = {
+        "resident": (4.0, 30.0),
+        "no cache": (28.0, 46.0),
+        "packed, no cache": (24.0, 45.0),
+        "packed, 4 rows": (5.0, 45.0),
+    }
+    results: dict[str, Any] = {
+        "model": {"experts": 8, "bank_bytes": 8, "largest_bank_bytes": 1, "row_bytes": 1},
+        "link": {},
+        "decode": {
+            name: {"batch": 1, "rows": None}
+            | {kind: {"seconds": [time], "sent_bytes": 0} for kind, time in zip(("graph", "eager"), times, strict=True)}
+            for name, times in seconds.items()
+        },
+        "prefill": {},
+    }
+    _, rows = report.check_rows(report.derive(results))
+    name = "a token without a cache, packed / raw"
+    assert rows == [[name, "0.857", "packed, no cache, graph", "<= 0.85", "**no**"]]
+    results["decode"]["packed, no cache"]["graph"]["seconds"] = [23.5]
+    _, rows = report.check_rows(report.derive(results))
+    assert rows == [[name, "0.839", "packed, no cache, graph", "<= 0.85", "yes"]]
 
 
 def test_bigger_caches_hit_more_and_send_less(run: dict[str, Any]) -> None:
@@ -111,14 +149,22 @@ def test_what_is_asked_is_told_with_the_worst_figure(scripts: Callable[[str], Mo
     assert "8 rows" not in [row[0] for row in report.arm_rows(results)[1]]
 
 
-def test_an_arm_that_fails_does_not_stop_the_others(scripts: Callable[[str], ModuleType]) -> None:
+def test_an_arm_that_fails_does_not_stop_the_others(
+    scripts: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is noted, and said in the table."""
     module = scripts("bench_decode")
-    bench = module.DecodeBench(module.parse(["--model", "tiny", "--device", "cpu", "--layers", "2"]))
+    bench = module.DecodeBench(module.parse(["--model", "tiny", "--device", "cpu", "--layers", "2", "--pack", "both"]))
 
     def fails() -> None:
         raise RuntimeError("on purpose")
 
     bench.attempt("broken", fails)
     assert bench.results["decode"]["broken"]["error"] == "RuntimeError: on purpose"
+    monkeypatch.setattr(module, "enable_expert_prefetch", lambda *_, **__: fails())
+    monkeypatch.setattr(bench, "all_arms", lambda *_: None)
+    bench.run()
+    assert [bench.results["decode"][name]["error"] for name in ("enabled", "packed, enabled")] == [
+        "RuntimeError: on purpose"
+    ] * 2
     assert "on purpose" in module.bench_decode_report.table(bench.results)

@@ -134,6 +134,50 @@ def test_a_cap_is_held_against_what_was_reserved(scripts: Callable[[str], Module
 
 
 @pytest.mark.parametrize(
+    ("changed", "failing"),
+    [
+        ({}, set()),
+        ({"8192": 0.26}, {"packed, prefill / all weights over the link"}),
+        ({"32768": 0.561}, {"packed, prefill / raw where it computes longer"}),
+        ({"seconds": 3.1}, {"packed, enabling / enabling raw"}),
+        ({"after": 13 * 10**9}, {"packed, host RAM after enabling / raw weights", "host RAM after enabling / banks"}),
+        ({"unpack": 0.0013}, {"packed, unpacking a bank / its copy"}),
+    ],
+)
+def test_what_a_packed_arm_has_to_come_to(
+    scripts: Callable[[str], ModuleType], changed: dict[str, float], failing: set[str]
+) -> None:
+    """A link that takes 0.32 s for everything. A prompt that computes for longer than that is no slower than raw."""
+    results, gigabyte = results_of(measured(0.345)), 10**9
+    of = {"8192": 0.25, "32768": 0.56, "seconds": 2.9, "after": 12 * gigabyte, "unpack": 0.0012} | changed
+    arms = results["arms"]
+    arms["resident"]["points"]["32768"] = measured(0.55)
+    arms["prefetch-3"]["points"]["32768"] = measured(0.56)
+    arms["prefetch-3"]["enter"]["seconds"] = 2.0
+    arms["prefetch-3+pack"] = arms["prefetch-3"] | {
+        "points": {length: measured(of[length]) for length in ("8192", "32768")},
+        "enter": {
+            "slots": 3,
+            "seconds": of["seconds"],
+            "host_bank_bytes": 12 * gigabyte,
+            "host_weight_bytes": 16 * gigabyte,
+            "held_before_bytes": 16 * gigabyte,
+            "experts_host_bytes": {"after": of["after"], "peak": 16 * gigabyte},
+            "unpacking": {"copy": [0.016, 0.0155], "unpack": [of["unpack"], 0.002]},
+        },
+    }
+    results = scripts("bench_report").derive(results)
+    checks = [check for check in results["checks"] if check["arm"] == "prefetch-3+pack"]
+    assert {check["name"] for check in checks if check["pass"] is False} == failing
+    packed = [check for check in checks if check["name"].startswith("packed, ")]
+    assert {check["name"] for check in packed} == set(scripts("bench_packed").PACKED)
+    lines = scripts("bench_table").table(results | described()).splitlines()
+    for check in packed:
+        verdict = "FAIL" if check["name"] in failing else "PASS"
+        assert any(line.startswith(f"{verdict}   {check['name']} ") and "<=" in line for line in lines)
+
+
+@pytest.mark.parametrize(
     ("name", "way"),
     [
         ("prefetch-2", (2, None, None)),

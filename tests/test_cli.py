@@ -296,7 +296,7 @@ def test_pack_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (folder / "model.safetensors").unlink()
     assert main(["pack", str(folder), "--verify", *ON_CPU]) == 1
     assert "no safetensors files" in complaint(capsys.readouterr().err)
-    monkeypatch.setattr("hf_prefetch.verification.unpack", lambda packed: unpack(packed).neg())
+    monkeypatch.setattr("hf_prefetch.packed_weights.unpack", lambda packed: unpack(packed).neg())
     assert main(["pack", "demo", "--verify", *ON_CPU]) == 1
     assert "NOT the same in model.layers.0" in capsys.readouterr().out
 

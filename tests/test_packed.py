@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -427,14 +426,19 @@ def test_auto_is_off_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_is_off_where_there_is_no_room_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enabling goes on without."""
+    """The model is enabled all the same, and what was allocated is given back."""
 
-    def no_room(*_: Any, **__: Any) -> Rates:
+    def full(device: FakeDevice, **_: Any) -> Any:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("hf_prefetch.measuring.measure", no_room)
+    trimmed: list[FakeDevice] = []
+    monkeypatch.setattr("hf_prefetch.measuring.measure", full)
     monkeypatch.setattr("hf_prefetch.measuring.triton_is_there", lambda: True)
-    assert not chooses_packing([SimpleNamespace(device=torch.device("cuda", 0))], pins=True)  # type: ignore[list-item]
+    monkeypatch.setattr(FakeDevice, "trim", lambda self: trimmed.append(self))
+    device = FakeDevice()
+    device.device = torch.device("cuda", 0)
+    assert not chooses_packing([device], pins=True)
+    assert trimmed == [device]
 
 
 @pytest.mark.gpu

@@ -160,9 +160,20 @@ def test_copies_and_pickles_are_ordinary(tmp_path: Path) -> None:
             assert made.requires_grad == expected.requires_grad
             assert torch.equal(made, expected)
         assert len(file.getvalue()) == len(size.getvalue())
-    for refused in (lambda: save_file({"weights": packed}, tmp_path / "file"), packed.data_ptr):
+    for refused in (
+        lambda: save_file({"weights": packed}, tmp_path / "file"),
+        packed.data_ptr,
+        packed.share_memory_,
+        packed.data.share_memory_,
+        lambda: torch.from_dlpack(packed.data),
+    ):
         with pytest.raises(RuntimeError, match=r"no memory.*state_dict\(\).*clone"):
             refused()
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(packed.data)
+    assert packed.tolist() == weights.tolist()
+    with pytest.raises(TypeError, match="BFloat16"):
+        packed.detach().numpy()
     save_file({"weights": packed.detach().clone(), "view": packed.data[3]}, tmp_path / "file")
     assert torch.equal(load_file(tmp_path / "file")["weights"], weights)
     assert torch.equal(load_file(tmp_path / "file")["view"], weights[3])

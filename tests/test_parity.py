@@ -78,7 +78,7 @@ def test_prefill_is_exact(
     ids = prompt(19, batch=2, device=device)
     expected, expected_calls = prefill(model, ids)
     before = Snapshot.of(model)
-    banks, nbytes = len(experts_of(model)), bank_bytes(model)
+    banks = len(experts_of(model))
 
     with prefetching(model, slots, device) as report:
         for _ in range(PASSES):
@@ -94,7 +94,8 @@ def test_prefill_is_exact(
     assert counted.calls == counted.lookahead_calls == PASSES * banks
     # Nobody can have sent the first bank of a pass ahead.
     assert counted.lookahead_hits == PASSES * (banks - 1) > 0
-    assert counted.bytes_to_device == PASSES * nbytes > 0
+    assert counted.weight_bytes == bank_bytes(model)
+    assert counted.bytes_to_device == PASSES * counted.host_bytes > 0
 
     logits, calls = prefill(model, ids)
     calls.assert_equal(expected_calls)
@@ -351,6 +352,7 @@ def test_experts_called_by_hand_in_any_order_are_exact(
     for tokens in (1, 5, GATE - 1, GATE, 20, 33):
         hidden = torch.randn(tokens, model.config.hidden_size, generator=generator)
         weights, chosen = torch.rand(tokens, EXPERTS, generator=generator).softmax(-1).topk(TOP_K)
+        hidden, weights = hidden.to(model.dtype), weights.to(model.dtype)
         inputs.append(tuple(tensor.to(device) for tensor in (hidden, chosen, weights)))
     calls = [(choose.randrange(len(experts)), choose.randrange(len(inputs))) for _ in range(200)]
     with torch.no_grad():

@@ -332,6 +332,34 @@ def test_a_file_that_changes_while_it_is_read(copy: Path, monkeypatch: pytest.Mo
     assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
 
 
+def test_what_is_not_packed_is_checked_where_it_stays_in_files(tmp_path: Path) -> None:
+    """One layer of noise, which would get larger, beyond `host_memory`: it is written to a folder, its checksums compared."""
+    model = load_demo_model()
+    # The one that is chosen of seven.
+    noisy = list(experts_of(model).values())[4]
+    for weights in (noisy.gate_up_proj, noisy.down_proj):
+        noise = torch.randint(-(2**15), 2**15, weights.shape, generator=torch.Generator().manual_seed(0))
+        weights.data.copy_(noise.short().view(torch.bfloat16))
+    save_packed(model, tmp_path / "packed", progress=False)
+    nbytes = noisy.gate_up_proj.nbytes + noisy.down_proj.nbytes
+    # The six others take three quarters of theirs.
+    options = {"host_memory": 5 * nbytes}
+    with pytest.raises(ValueError, match=r"with checksums.*offload_folder"):
+        load(tmp_path / "packed", **options)
+    loaded = load(tmp_path / "packed", offload_folder=tmp_path / "kept", **options)
+    assert loaded.expert_prefetch.report().file_bytes == nbytes
+    assert_same(loaded, state_of(model))
+    disable_expert_prefetch(loaded)
+    shutil.rmtree(tmp_path / "kept")
+    files = json.loads((tmp_path / "packed" / INDEX).read_text())["weight_map"]
+    file = tmp_path / "packed" / files["model.layers.4.mlp.experts.down_proj"]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"layers\.4\.mlp\.experts.* is damaged"):
+        load(tmp_path / "packed", offload_folder=tmp_path / "kept", **options)
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}", b"[]", b"null", b'{"metadata": 3}'])
 def test_an_index_that_is_damaged(copy: Path, content: bytes) -> None:
     """Named, with what to do, as any other file."""

@@ -47,7 +47,8 @@ def extents_of(layout: BankLayout, recipes: Mapping[str, Recipe | None]) -> list
         recipes: how to make each of its tensors from the checkpoint.
 
     Returns:
-        None if some of them don't lie there as they are: they are cast, say, or somebody has made them already.
+        None if some of them don't lie there as they are: they are cast, say, or somebody has made them already; or if they have
+        checksums, which whoever reads a part of a bank could not compare.
     """
     found: list[Extent] = []
     for spec in layout.specs:
@@ -57,7 +58,8 @@ def extents_of(layout: BankLayout, recipes: Mapping[str, Recipe | None]) -> list
         # It says where each piece goes, without any memory.
         whole = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         for piece in pieces(recipe, whole):
-            if piece.source.dtype != spec.dtype or not piece.destination.is_contiguous():
+            as_it_is = piece.source.dtype == spec.dtype and piece.destination.is_contiguous()
+            if not as_it_is or piece.checksum is not None:
                 return None
             begin = spec.offset + int(piece.destination.storage_offset()) * spec.dtype.itemsize
             found.append(Extent(begin, piece.nbytes, piece.source, piece.offset))
