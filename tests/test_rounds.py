@@ -218,4 +218,5 @@ def test_fifty_processes_that_are_ended(how: signal.Signals, checkpoint: Path, t
     for number, way in enumerate(WAYS):
         device = FakeDevice("eager")
         assert torch.equal(logits(way(checkpoint, written, device), device), expected_logits(checkpoint, number)), number
+        gc.collect()
     assert not list(written.glob("*.tmp")), "what those have left that were killed while they wrote"
