@@ -71,7 +71,7 @@ def enable_expert_prefetch(
             many layers as then fit. Leave room beside it for the KV cache and activations.
         expert_cache: device memory in which the experts that decoding uses stay from token to token, in bytes or as "4GiB", or
             as a share of `gpu_memory` such as 0.5, of whose budget it is a part. None is no cache.
-        pin_memory: host memory that may be page-locked, in bytes or as "40GiB"; None is as much as the experts take, 0 is none.
+        pin_memory: host memory that may be page-locked, in bytes or as "40GiB"; None or "auto" is all they take, 0 none.
             Page-locked memory can't be paged out or used otherwise. Experts beyond it go through a small page-locked buffer.
         host_memory: host memory for experts, in bytes or as "40GiB". Those of layers beyond it are kept in files and read ahead
             of use, as fast as the disk is. Experts that accelerate has offloaded to disk stay where they are.

@@ -38,7 +38,7 @@ class PrefetchConfig:
         lookahead_gate: a call takes the lookahead path from this many routed ids per expert on. Below it most experts are
             unlikely to be used, so a whole-bank copy doesn't pay. With the default it is only where the choice begins, and what
             calls take decides; any other number is kept to.
-        pin_memory: host memory that may be page-locked, in bytes or as "40GiB"; None: as much as the experts take. Those of
+        pin_memory: host memory that may be page-locked, in bytes or as "40GiB"; None or "auto": all that experts take. Those of
             layers beyond it are copied from pageable memory, which is several times slower.
         host_memory: host memory for experts, in bytes or as "40GiB": those of layers beyond it stay in files and are read
             ahead of use; None: all of them are in memory.
@@ -102,6 +102,8 @@ class PrefetchConfig:
                 f"expert_cache ({shown(self.cache_budget)}) is part of gpu_memory ({shown(self.device_budget)}) and must be "
                 "smaller."
             )
+        if self.pin_memory == "auto":
+            object.__setattr__(self, "pin_memory", None)
         if self.pin_memory is not None:
             object.__setattr__(self, "pin_memory", _size_in_bytes(self.pin_memory, "pin_memory", least=0))
         if self.host_memory is not None:

@@ -22,14 +22,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate.utils import convert_file_size_to_int
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.utils import cached_file
 
@@ -44,12 +45,14 @@ Json = dict[str, Any]
 
 LAYOUTS = ("separate", "fused")
 _BUFFER = 16 * 2**20
+# Files that are written at a time.
+_WRITERS = 4
 
 
 def make_checkpoint(folder: Path, nbytes: int, layout: str, *, layers: int = 24, shard_bytes: int = 2**28) -> Path:
     """Write a Qwen3-MoE checkpoint of about `nbytes` with random bf16 weights, its experts one by one or already fused.
 
-    Returns its folder. Nothing larger than a shard is ever in memory.
+    Returns its folder. Hardly any of it is ever in memory.
     """
     hidden, experts, vocabulary = 1024, 32, 8192
     dense = 2 * vocabulary * hidden * 2 + layers * 4 * hidden * hidden * 2
@@ -74,31 +77,53 @@ def make_checkpoint(folder: Path, nbytes: int, layout: str, *, layers: int = 24,
         model = AutoModelForCausalLM.from_config(config)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
-    weights, shard, size, number = {}, {}, 0, 0
     generator = torch.Generator().manual_seed(0)
+    # An odd number, so that no two tensors that wrap around in it are the same.
     noise = torch.randn(2**22 + 1, generator=generator, dtype=torch.float32).mul_(0.02).to(torch.bfloat16)
-
-    def write() -> None:
-        nonlocal shard, size, number
-        number += 1
-        save_file(shard, folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})
-        weights.update(dict.fromkeys(shard, f"model-{number:05}.safetensors"))
-        shard, size = {}, 0
-
+    shards: list[list[_Stored]] = [[]]
     for key, shape in _stored_shapes(model, layout):
-        if size > shard_bytes:
-            write()
-        count = torch.Size(shape).numel()
-        begin = int(torch.randint(noise.numel(), (1,), generator=generator))
-        # Wraps around at an odd length, so that no two tensors are the same.
-        turns = -(-(begin + count) // noise.numel())
-        value = (noise.repeat(turns) if turns > 1 else noise)[begin : begin + count].clone().view(shape)
-        shard[key] = value + 1 if key.endswith("norm.weight") else value
-        size += count * 2
-    write()
-    index = {"metadata": {"total_size": sum(file.stat().st_size for file in files_of(folder))}, "weight_map": weights}
+        if sum(stored.nbytes for stored in shards[-1]) > shard_bytes:
+            shards.append([])
+        shards[-1].append(_Stored(key, shape, int(torch.randint(noise.numel(), (1,), generator=generator))))
+    files = [folder / f"model-{number:05}.safetensors" for number in range(1, len(shards) + 1)]
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        list(pool.map(lambda file, shard: _write(file, shard, noise), files, shards))
+    weights = {stored.key: file.name for file, shard in zip(files, shards, strict=True) for stored in shard}
+    index = {"metadata": {"total_size": sum(file.stat().st_size for file in files)}, "weight_map": weights}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of the checkpoint in bfloat16: its values are those of the noise from `begin` on, around and around."""
+
+    key: str
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * torch.Size(self.shape).numel()
+
+
+def _write(file: Path, shard: list[_Stored], noise: torch.Tensor) -> None:
+    """A safetensors file, from memory that is there already: `save_file` wants copies, and takes several times as long."""
+    header: Json = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for stored in shard:
+        header[stored.key] = {"dtype": "BF16", "shape": stored.shape, "data_offsets": [end, end + stored.nbytes]}
+        end += stored.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    plain, ones = (memoryview(values.view(torch.uint8).numpy()) for values in (noise, noise + 1))  # type: ignore[arg-type]
+    with file.open("wb", buffering=0) as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for stored in shard:
+            values, at, left = ones if stored.key.endswith("norm.weight") else plain, 2 * stored.begin, stored.nbytes
+            while left:
+                written = stream.write(values[at : at + left])
+                at, left = (at + written) % len(values), left - written
 
 
 def _stored_shapes(model: Any, layout: str) -> Iterator[tuple[str, tuple[int, ...]]]:

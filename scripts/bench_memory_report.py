@@ -46,9 +46,14 @@ def check_rows(results: Json) -> tuple[list[str], list[list[str]]]:
 
     def add(what: str, value: float | None, sign: str, bound: float, unit: str, passed: bool) -> None:
         if value is not None:
-            rows.append([what, f"{value:.3g}{unit}", f"{sign} {bound:g}{unit}", "yes" if passed else "**no**"])
+            rows.append([what, f"{value:.3g}{unit}", f"{sign} {bound:g}{unit}", "ok" if passed else "**missed**"])
 
     loads = [load for load in results.get("load", []) if "error" not in load]
+    disk = results.get("disk", {})
+    cached = [part["still_cached"] for part in (*loads, disk) if "still_cached" in part]
+    if cached:
+        worst = 100 * max(cached)
+        add("most of a file that was still cached when it was to be cold", worst, "<=", 1, "%", worst <= 1)
     if loads:
         ratio = statistics.median(load["load_seconds"] / load["reads_seconds"] for load in loads)
         peaks = [load["peak_ratio"] for load in loads if load["peak_ratio"] is not None]
@@ -64,17 +69,26 @@ def check_rows(results: Json) -> tuple[list[str], list[list[str]]]:
         if banks is not None:
             bound = 1 + 0.05 * (enable["experts_bytes"] + enable["dense_bytes"]) / enable["bank_bytes"]
             add("most memory while it is enabled: layers more than the model", banks, "<=", round(bound, 2), "", banks <= bound)
-    disk = results.get("disk", {})
-    if "tier" in disk:
+    if disk.get("tier"):
         share = statistics.median(disk["tier"]) / statistics.median(disk["reads"])
         add("disk tier, cold, / plain reads of the same files", share, ">=", 0.9, "", share >= 0.9)
-    return ["what", "measured", "bound", "reached"], rows
+    arms = results.get("arms", {})
+    if arms and "error" not in arms:
+        logits = [arm.get("logits") for arm in arms.values()]
+        first = next((one for one in logits if one is not None), None)
+        equal = sum(one is not None and one == first for one in logits)
+        add("arms with the same logits", equal, "=", len(arms), "", equal == len(arms))
+        told = [arm for arm in arms.values() if "refused" in arm]
+        right = sum(len(arm["messages"]) == arm["refused"] for arm in told)
+        if told:
+            add("arms that say once what the system refused, or nothing", right, "=", len(arms), "", right == len(arms))
+    return ["what", "measured", "bound", ""], rows
 
 
 def read_rows(results: Json) -> tuple[list[str], list[list[str]]]:
     """Cold reads by several threads, and the parts of getting memory."""
     rows, disk = [], results.get("disk", {})
-    if "tier" in disk:
+    if disk.get("tier"):
         rows.append(["plain reads, one thread", _rates(disk["reads"])])
         rows.append(["disk tier", _rates(disk["tier"])])
     for name, rates in disk.get("by_threads", {}).items():
@@ -104,4 +118,6 @@ def text(results: Json) -> str:
     errors = [f"{name}: {part['error']}" for name, part in results.items() if isinstance(part, dict) and "error" in part]
     errors += [load["error"] for load in results["load"] if "error" in load]
     skipped = [f"left out for lack of time: {', '.join(results['skipped'])}"] if results["skipped"] else []
-    return "\n".join([*lines, "", *skipped, *errors])
+    cached = max([part.get("still_cached", 0) for part in (*results["load"], results.get("disk", {}))], default=0)
+    warm = ["the system did not drop files from the page cache, or does not say so: no figure is of cold files"]
+    return "\n".join([*lines, "", *(warm if cached > 0.01 else []), *skipped, *errors])

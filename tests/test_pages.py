@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -109,3 +112,26 @@ def test_the_node_of_a_device(tmp_path: Path) -> None:
     (device / "numa_node").write_text("what?\n")
     assert node_of("0000:AB:00.0", tmp_path) is None
     assert node_of("0000:CD:00.0", tmp_path) is None
+
+
+def test_a_page_lock_that_is_given_back_while_it_is_taken() -> None:
+    """Two interrupts can end whoever would have waited for the thread that locks. No lock may outlive its memory."""
+    device, arena = FakeDevice(), Arena(4 * PAGE)
+    register, begun, go_on = device.register, threading.Event(), threading.Event()
+
+    def slowly(address: int, nbytes: int) -> str | None:
+        begun.set()
+        assert go_on.wait(20)
+        return register(address, nbytes)
+
+    device.register = slowly  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        locked = pool.submit(arena.pin, device)
+        assert begun.wait(20)
+        given_back = pool.submit(arena.unpin)
+        time.sleep(0.05)
+        go_on.set()
+        assert (locked.result(), given_back.result()) == (None, None)
+    assert (arena.is_pinned, device.registered_bytes) == (False, 0)
+    arena.pin(device)
+    assert (arena.is_pinned, device.registered_bytes) == (False, 0), "the thread may begin only now"

@@ -65,9 +65,10 @@ print(same, len(ours) == (report.pinned_bytes < report.host_bytes))
 
 
 def test_without_a_budget_all_of_it_is_locked() -> None:
-    """Zero is none, and not the same as nothing given."""
+    """Zero is none, and not the same as nothing given, which "auto" is."""
     model, device = build("qwen3_moe"), FakeDevice()
-    enable_expert_prefetch(model, device=device, progress=False)
+    assert PrefetchConfig(pin_memory="auto") == PrefetchConfig()
+    enable_expert_prefetch(model, device=device, pin_memory="auto", progress=False)
     assert model.expert_prefetch.report().pinned_bytes == bank_bytes(model)
     enable_expert_prefetch(model, device=device, pin_memory=0, progress=False)
     assert (model.expert_prefetch.report().pinned_bytes, device.registered_bytes) == (0, 0)

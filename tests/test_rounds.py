@@ -9,8 +9,11 @@ import random
 import signal
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -20,6 +23,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained
 from hf_prefetch.testing import FakeDevice
 from models import build, prompt
+from test_disk import reference
+from test_faults import HARDWARE
 
 ROUNDS, WARM = 200, 60
 
@@ -46,21 +51,66 @@ def resident_bytes() -> int:
     raise AssertionError("no VmRSS")
 
 
+Way = Callable[[Path, Path, Any], PreTrainedModel]
+
+
+def loaded(**options: Any) -> Way:
+    return lambda checkpoint, written, device: from_pretrained(
+        checkpoint, device=device, progress=False, **options, **({"offload_folder": written} if "dtype" in options else {})
+    )
+
+
+def enabled(**options: Any) -> Way:
+    return lambda checkpoint, written, device: enable_expert_prefetch(
+        AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto"), device=device, progress=False, **options
+    )
+
+
+def enabled_in_files(checkpoint: Path, written: Path, device: Any) -> PreTrainedModel:
+    return enabled(host_memory=0, offload_folder=written)(checkpoint, written, device)
+
+
+# Each tier: all in page-locked memory, a part of it, a part in memory, nothing in memory, in files of their own.
+WAYS: list[Way] = [
+    loaded(),
+    loaded(pin_memory="100KiB"),
+    loaded(host_memory="300KiB"),
+    loaded(host_memory=0),
+    loaded(host_memory=0, dtype="float32"),
+    enabled(pin_memory="100KiB"),
+    enabled_in_files,
+]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+def logits(model: PreTrainedModel, device: FakeDevice) -> torch.Tensor:
+    with torch.no_grad(), device.watching():
+        return model(prompt(20)).logits
+
+
+def expected_logits(checkpoint: Path, number: int) -> torch.Tensor:
+    """Of a way."""
+    with torch.no_grad():
+        return reference(checkpoint, dtype="float32" if number % len(WAYS) == 4 else "auto")(prompt(20)).logits
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_two_hundred_rounds_leave_nothing_behind(checkpoint: Path) -> None:
-    """Load, enable, run, and disable or delete, from files and from memory, packed and not, with budgets and without: memory,
-    page locks, threads and open files are what they were."""
+def test_two_hundred_rounds_leave_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
+    """Load, enable, run, and disable or delete, from files and from memory, packed and not, with each tier: memory, page
+    locks, threads and open files are what they were."""
     device, ids = FakeDevice("eager"), prompt(20)
-    budgets: list[dict[str, Any]] = [{}, {"pin_memory": "100KiB"}, {"host_memory": 0}, {"host_memory": "300KiB"}]
     held: list[tuple[int, int, int]] = []
     with torch.no_grad():
         for number in range(ROUNDS):
-            pack = number % 3 == 0
             if number % 2:
-                budget = {} if pack else budgets[number // 2 % 4]
-                model = from_pretrained(checkpoint, device=device, pack=pack, progress=False, **budget)
+                model = WAYS[number // 2 % len(WAYS)](checkpoint, tmp_path, device)
+            elif number % 3:
+                model = enable_expert_prefetch(small(), device=device, expert_cache="64KiB", progress=False)
             else:
-                model = enable_expert_prefetch(small(), device=device, pack=pack, expert_cache="64KiB", progress=False)
+                model = loaded(pack=True)(checkpoint, tmp_path, device)
             for part in (ids, ids[:, :1]):
                 model(part)
             if number % 4 < 2:
@@ -78,30 +128,95 @@ def test_two_hundred_rounds_leave_nothing_behind(checkpoint: Path) -> None:
     assert memory[-1] - memory[0] < 16 * 2**20, [size // 2**20 for size in memory[::20]]
 
 
+def ended(child: int, how: signal.Signals) -> int:
+    """The status of a process that has a minute to end, and is told so again: a Ctrl-C that comes in a finalizer is lost."""
+    for moment in range(6000):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        if moment % 1500 == 1499:
+            os.kill(child, how)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("it hangs")
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C. Inside of the stand-in it waits: in a real device's driver nobody looks at signals."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(HARDWARE):
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def work_until_the_end(checkpoint: Path, written: Path, number: int) -> NoReturn:
+    """In a child: load, run and disable, over and over again. After Ctrl-C nothing is held, and the next one works."""
+    way, device, status = WAYS[number % len(WAYS)], FakeDevice("eager"), 1
+    model = None
+    try:
+        # tqdm's own lock is shared with children, and who is killed never gives it back.
+        for bar in (tqdm.tqdm, tqdm.auto.tqdm):
+            bar.set_lock(threading.RLock())
+        torch.set_num_threads(1)
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGALRM, interrupt)
+        (written / "begun").touch()
+        try:
+            while True:
+                model = way(checkpoint, written, device)
+                logits(model, device)
+                disable_expert_prefetch(model)
+                model = None
+                device.log.clear()
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        if model is not None:
+            disable_expert_prefetch(model)
+            model = None
+        gc.collect()
+        for _ in range(1000):
+            # Idle threads of a pool whose end was interrupted go by themselves.
+            if threading.active_count() == 1:
+                break
+            time.sleep(0.01)
+        held = device.allocated_bytes, device.registered_bytes, threading.active_count()
+        assert held == (0, 0, 1), (held, threading.enumerate())
+        assert not list(written.glob("*.tmp"))
+        assert torch.equal(logits(way(checkpoint, written, device), device), expected_logits(checkpoint, number))
+        status = 0
+    except BaseException:  # noqa: BLE001 - nobody is above this
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_fifty_processes_that_are_killed(checkpoint: Path) -> None:
-    """At random moments of loading, enabling, running and disabling: no file has changed, and the next one works."""
-    before = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(checkpoint.iterdir())}
-    choose, ids = random.Random(5), prompt(20)
-    with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")(ids).logits
-        for _ in range(50):
-            child = os.fork()
-            if child == 0:
-                try:
-                    # tqdm's own lock is shared with children, and who is killed never gives it back.
-                    for bar in (tqdm.tqdm, tqdm.auto.tqdm):
-                        bar.set_lock(threading.RLock())
-                    while True:
-                        model = from_pretrained(checkpoint, device="cpu", progress=False)
-                        model(ids)
-                        disable_expert_prefetch(model)
-                finally:
-                    os._exit(1)
-            time.sleep(choose.uniform(0.0, 0.3))
-            os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_fifty_processes_that_are_ended(how: signal.Signals, checkpoint: Path, tmp_path: Path) -> None:
+    """At random moments of loading, enabling, running and disabling, with each tier: no file has changed, the next works."""
+    before, choose, written = digests(checkpoint), random.Random(5), tmp_path
+    for number in range(50):
+        for file in (*written.glob("*.safetensors"), *written.glob("begun")):
+            file.unlink()
+        child = os.fork()
+        if child == 0:
+            work_until_the_end(checkpoint, written, number)
+        while not (written / "begun").exists():
+            time.sleep(0.001)
+        time.sleep(choose.uniform(0.0, 0.3))
+        os.kill(child, how)
+        status = ended(child, how)
+        if how == signal.SIGKILL:
             assert os.WIFSIGNALED(status), "it failed before it was killed"
-        assert {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(checkpoint.iterdir())} == before
-        model = from_pretrained(checkpoint, device="cpu", progress=False)
-        assert torch.equal(model(ids).logits, expected)
+        else:
+            assert os.waitstatus_to_exitcode(status) == 0, number
+    assert digests(checkpoint) == before
+    for number, way in enumerate(WAYS):
+        device = FakeDevice("eager")
+        assert torch.equal(logits(way(checkpoint, written, device), device), expected_logits(checkpoint, number)), number
+        gc.collect()
+    assert not list(written.glob("*.tmp")), "what those have left that were killed while they wrote"

@@ -275,7 +275,7 @@ class StagingRing:
                 if chunk is None or len(reading) == CHUNKS - 1:
                     self._send(reading.popleft())
         except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits for one of the banks
-            self._give_up(reading, error)
+            self._give_up(reading, error.with_traceback(None))
 
     def _give_up(self, reading: Iterable[_Chunk], error: BaseException) -> None:
         for chunk in reading:
@@ -333,7 +333,8 @@ class StagingRing:
             if upload.goes_on:
                 self._copy(upload, chunk, stream)
         except BaseException as caught:  # noqa: BLE001 - it is raised where somebody waits for the bank
-            error = caught
+            # Without this frame, which would keep it, and with it the slot, until a garbage collection comes.
+            error = caught.with_traceback(None)
         self._done_with(chunk, error)
 
     def _copy(self, upload: Upload, chunk: _Chunk, stream: Any) -> None:

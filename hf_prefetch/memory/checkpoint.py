@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["StoredTensor", "UnknownDtypeError", "read_headers", "read_metadata", "runs"]
+__all__ = ["StoredTensor", "UnknownDtypeError", "header_of", "read_headers", "read_metadata", "runs", "state_of"]
 
 # safetensors' names of the types that torch can hold one element of. Types that pack two numbers into a byte are not here.
 _DTYPES = {
@@ -46,7 +47,8 @@ class UnknownDtypeError(ValueError):
 class StoredTensor:
     """One tensor of a checkpoint: `offset` bytes from the start of `file`, row-major, `nbytes` long.
 
-    `checksums`: the CRC-32 of each of its `runs`, where the checkpoint has such.
+    `checksums`: the CRC-32 of each of its `runs`, where the checkpoint has such. `state`: of the file when this was found out;
+    whoever reads there makes sure that it still is the same, or the bytes would be others.
     """
 
     file: Path
@@ -56,6 +58,7 @@ class StoredTensor:
     offset: int
     nbytes: int
     checksums: tuple[int, ...] = ()
+    state: tuple[int, int] | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.key!r} in {self.file}"
@@ -107,16 +110,34 @@ def read_headers(files: Sequence[str | Path], index: Mapping[str, str] | None = 
     return tensors
 
 
+def state_of(descriptor: int) -> tuple[int, int]:
+    """What changes when an open file is written to, and differs when it is another one of that name."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def header_of(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+    """How a safetensors file begins whose tensors (key, dtype, shape, bytes) follow one after the other."""
+    names, end = {dtype: name for name, dtype in _DTYPES.items()}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for key, dtype, shape, nbytes in entries:
+        header[key] = {"dtype": names[dtype], "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def _header(file: Path) -> dict[str, StoredTensor]:
-    size = file.stat().st_size
     with file.open("rb") as stream:
+        size, _ = state = state_of(stream.fileno())
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             raise ValueError(f"{file} is truncated or no safetensors file: its header does not fit into its {size:,} bytes.")
         try:
             entries = json.loads(stream.read(length))
             entries.pop("__metadata__", None)
-            tensors = {key: _stored(file, key, entry, 8 + length) for key, entry in entries.items()}
+            tensors = {key: _stored(file, key, entry, 8 + length, state) for key, entry in entries.items()}
         except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is no safetensors file: its header can't be read ({error}).") from error
     for stored in sorted(tensors.values(), key=lambda stored: stored.offset):
@@ -128,11 +149,11 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _stored(file: Path, key: str, entry: dict[str, Any], begin: int) -> StoredTensor:
+def _stored(file: Path, key: str, entry: dict[str, Any], begin: int, state: tuple[int, int]) -> StoredTensor:
     if entry["dtype"] not in _DTYPES:
         raise UnknownDtypeError(f"{file}: {key!r} is of type {entry['dtype']}")
     dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
     first, last = entry["data_offsets"]
     if last - first != prod(shape) * dtype.itemsize or first < 0:
         raise ValueError(f"{file} is no valid safetensors file: {key!r} takes {last - first} bytes, not what its shape needs.")
-    return StoredTensor(file, key, dtype, shape, begin + first, last - first)
+    return StoredTensor(file, key, dtype, shape, begin + first, last - first, state=state)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
-import json
 import os
-import tempfile
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -16,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..layout import BankLayout, TensorSpec
-from .checkpoint import StoredTensor, read_headers
-from .deferred import LOOKS, Packed, Recipe, Stored, pieces, stored_in
+from .checkpoint import StoredTensor, state_of
+from .deferred import LOOKS, Packed, Recipe, pieces
 
-__all__ = ["Extent", "FileSource", "OnDisk", "extents_of", "replace_parameter", "write_bank"]
-
-_METADATA = "hf_prefetch"
+__all__ = ["Extent", "FileSource", "OnDisk", "extents_of", "replace_parameter"]
 
 
 @dataclass(frozen=True)
@@ -95,20 +89,23 @@ class FileSource:
 
     Args:
         extents: where the bytes are. What lies in between is of no meaning.
-        unlink: take the files off the disk as soon as they are open: they are of no use to anybody else.
+        opened: the only file, if it is open already; then it is closed with this.
+
+    Raises:
+        OSError, ValueError: a file can't be opened, or is not the one any more in which the bytes were found.
     """
 
-    def __init__(self, extents: list[Extent], *, unlink: bool = False) -> None:
+    def __init__(self, extents: list[Extent], *, opened: FileIO | None = None) -> None:
         self._extents = extents
         self._begins = [extent.begin for extent in extents]
         self._files: dict[Path, tuple[FileIO, tuple[int, int]]] = {}
+        self._one_at_a_time = threading.Lock()
         try:
-            for file in dict.fromkeys(extent.stored.file for extent in extents):
-                opened = FileIO(file, "r")
-                self._files[file] = opened, _state(opened)
-                if unlink:
-                    with suppress(OSError):
-                        file.unlink()
+            for file, known in {extent.stored.file: extent.stored.state for extent in extents}.items():
+                stream = FileIO(file, "r") if opened is None else opened
+                self._files[file] = stream, state_of(stream.fileno())
+                if known not in (None, self._files[file][1]):
+                    raise ValueError(f"{file} was written to or replaced while it was loaded. Load the model again.")
         except BaseException:
             self.close()
             raise
@@ -142,32 +139,26 @@ class FileSource:
         try:
             done = 0
             while done < len(view):
-                count = _read_at(opened, view[done:], offset + done)
+                count = self._read_at(opened, view[done:], offset + done)
                 if not count:
                     raise ValueError(f"{extent.stored.file} has become shorter: it ends inside {extent.stored.key!r}.")
                 done += count
-            if _state(opened) != state:
+            if state_of(opened.fileno()) != state:
                 raise ValueError(f"{extent.stored.file} was written to while its weights are in use. Load the model again.")
         except OSError as error:
             raise OSError(error.errno, f"{extent.stored} can't be read: {error.strerror or error}") from error
+
+    def _read_at(self, opened: FileIO, view: memoryview, offset: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(opened.fileno(), [view], offset)
+        with self._one_at_a_time:  # where a file has one position for all threads
+            opened.seek(offset)
+            return opened.readinto(view) or 0
 
     def close(self) -> None:
         """Close the files. Idempotent."""
         for opened, _ in self._files.values():
             opened.close()
-
-
-def _state(opened: FileIO) -> tuple[int, int]:
-    status = os.fstat(opened.fileno())
-    return status.st_size, status.st_mtime_ns
-
-
-def _read_at(opened: FileIO, view: memoryview, offset: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(opened.fileno(), [view], offset)
-    with open(opened.name, "rb", buffering=0) as stream:  # where files have one position for all threads
-        stream.seek(offset)
-        return stream.readinto(view) or 0
 
 
 class OnDisk(torch.Tensor):
@@ -232,69 +223,3 @@ def replace_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
         else:
             other = nn.Parameter(value, requires_grad=requires_grad)
         torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
-
-
-def write_bank(
-    folder: Path, name: str, layout: BankLayout, recipes: Mapping[str, Recipe | None], fill: Callable[[torch.Tensor], None]
-) -> FileSource:
-    """Write a bank to a safetensors file, unless it is there already, and read it from there from now on.
-
-    A file that was made of a checkpoint is kept, and used again as long as the checkpoint is the same. What was made of
-    weights in memory is of no use later: such a file is taken off the folder as soon as it is open.
-
-    Args:
-        folder: where the file goes.
-        name: of the bank.
-        layout: of the bank.
-        recipes: of which tensors of a checkpoint it is made, if it is.
-        fill: writes the bank's bytes to a block: flat uint8.
-
-    Raises:
-        OSError: there is no room, or the folder can't be written to.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    made_of = _fingerprint(layout, recipes)
-    file = folder / f"{name or 'experts'}.safetensors"
-    if made_of is None or _made_of(file) != made_of:
-        block = torch.empty(layout.nbytes, dtype=torch.uint8)
-        fill(block)
-        descriptor, temporary = tempfile.mkstemp(suffix=".tmp", prefix=f"{name}-", dir=folder)
-        os.close(descriptor)
-        try:
-            save_file(layout.views(block), temporary, metadata={"format": "pt", _METADATA: made_of or ""})
-            if made_of is None:
-                file = Path(temporary)
-            else:
-                os.replace(temporary, file)
-            return _source(file, layout, unlink=made_of is None)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    return _source(file, layout, unlink=False)
-
-
-def _source(file: Path, layout: BankLayout, *, unlink: bool) -> FileSource:
-    stored = read_headers([file])
-    extents = extents_of(layout, {key: Stored(tensor, tensor.dtype) for key, tensor in stored.items()})
-    assert extents is not None, "it was written as it is read"
-    return FileSource(extents, unlink=unlink)
-
-
-def _fingerprint(layout: BankLayout, recipes: Mapping[str, Recipe | None]) -> str | None:
-    """What a bank is made of, in one word; None if that is more than a checkpoint."""
-    if any(recipes.get(spec.name) is None for spec in layout.specs):
-        return None
-    files = sorted({stored.file for recipe in recipes.values() if recipe is not None for stored in stored_in(recipe)})
-    states = [(str(file.resolve()), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
-    return hashlib.sha256(repr((states, layout.specs, sorted(recipes.items()))).encode()).hexdigest()
-
-
-def _made_of(file: Path) -> str | None:
-    """What a file says that it is made of. A broken one says nothing."""
-    try:
-        read_headers([file])
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        return str(header["__metadata__"][_METADATA])
-    except (OSError, ValueError, KeyError):
-        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 
 import torch
 
@@ -31,6 +32,8 @@ class Arena:
         self._pages = Pages(nbytes, shared=shared, segment=segment, node=node)
         self.block = self._pages.block
         self._pinned_by: StreamDevice | None = None
+        self._lock = threading.Lock()
+        self._is_over = False
 
     @property
     def is_pinned(self) -> bool:
@@ -59,14 +62,15 @@ class Arena:
 
     def pin(self, device: StreamDevice) -> str | None:
         """Page-lock the block for `device`. Returns None on success, else why the system refused; then it stays pageable."""
-        if self.is_pinned:
-            return None
-        # Noted first: registering takes long enough to be interrupted, and `unpin` has to know that it may have happened.
-        self._pinned_by = device
-        refusal = device.register(self.block.data_ptr(), self._pages.mapped)
-        if refusal is not None:
-            self._pinned_by = None
-        return refusal
+        with self._lock:
+            if self.is_pinned or self._is_over:
+                return None
+            # Noted first: registering takes long enough to be interrupted, and `unpin` has to know that it may have happened.
+            self._pinned_by = device
+            refusal = device.register(self.block.data_ptr(), self._pages.mapped)
+            if refusal is not None:
+                self._pinned_by = None
+            return refusal
 
     @staticmethod
     def can_have_segments(device: StreamDevice) -> bool:
@@ -78,7 +82,12 @@ class Arena:
             probe.unpin()
 
     def unpin(self) -> None:
-        """Give the page lock back; the memory stays readable by the host."""
-        if self._pinned_by is not None:
-            self._pinned_by.unregister(self.block.data_ptr())
-            self._pinned_by = None
+        """Give the page lock back for good; the memory stays readable by the host.
+
+        A thread may be about to lock it, or in the middle of that, if an interrupt came to whoever would have waited for it.
+        """
+        self._is_over = True
+        with self._lock:
+            if self._pinned_by is not None:
+                self._pinned_by.unregister(self.block.data_ptr())
+                self._pinned_by = None
