@@ -11,7 +11,7 @@ from torch import nn
 
 from .attributes import tensors_beside
 from .bank import ExpertBank
-from .candidates import Candidate, candidate_of, is_stack, passes_on
+from .candidates import Candidate, candidate_of, in_no_layout, is_stack, passes_on
 from .forms import parts_of
 from .layout import BankLayout
 
@@ -73,6 +73,11 @@ def find_banks(model: nn.Module) -> Discovery:
         own = module.parameters() if passes_on(module) else module._parameters.values()
         if any(id(parameter) in holders for parameter in own):
             refusals.remove(one)
+    refused = {id(parameter) for one in refusals for parameter in modules.get(one.name, model).parameters()}
+    for name, module in modules.items():
+        reason = in_no_layout(name, module)
+        if reason is not None and not any(id(each) in holders or id(each) in refused for each in module.parameters()):
+            refusals.append(Refusal(name or "(the model itself)", type(module).__name__, reason))
     for parameters in [key for key in found if any(holders[parameter] > 1 for _, parameter in key)]:
         reason = "it shares some of its weights, but not all, with another experts module"
         refusals += [Refusal(one.name, type(one.module).__name__, reason) for one in found.pop(parameters)]
@@ -140,7 +145,7 @@ def _nothing_found(model: nn.Module, refusals: list[Refusal]) -> str:
     works = (
         "What works: modules that keep all their experts stacked in 3-D parameters and are called with (hidden states, "
         "expert ids, routing weights), such as Mixtral, Qwen2/3-MoE, OLMoE, DeepSeek-V2/V3 and gpt-oss in transformers >= "
-        "5.17, and lists of equal experts (a ModuleList or ModuleDict)."
+        "5.17, and lists of experts (a ModuleList or ModuleDict)."
     )
     if refusals:
         shown = "\n".join(f"  - {refusal}" for refusal in one_of_each(refusals))
