@@ -78,6 +78,9 @@ def candidate_of(name: str, module: nn.Module, modules: dict[str, nn.Module]) ->
     )
     if not isinstance(found, Candidate):
         return found
+    for each in found.module.modules():
+        if not isinstance(each._parameters, dict):
+            return f"a {type(each._parameters).__name__} keeps its Parameters, and brings them to the device itself"
     return _in_replaced(_in_adapters(found, modules), modules)
 
 

@@ -89,6 +89,27 @@ class CallingWithAMask(Block):
         return experts(hidden, torch.zeros(len(ids), EXPERTS, dtype=torch.bool).scatter(1, ids, True), weights)
 
 
+class Packed(nn.Module):
+    """A linear layer of which only the values are a Parameter, as HQQ has it: its scales are in a dict."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.randint(0, 256, (rows, columns), dtype=torch.uint8), requires_grad=False)
+        self.about = {"scale": torch.rand(rows, 1) / 64, "zero": torch.full((rows, 1), 128.0)}
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.linear(hidden, (self.values - self.about["zero"]) * self.about["scale"])
+
+
+class PackedMlp(Mlp):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.up, self.down = Packed(INNER, WIDTH), Packed(WIDTH, INNER)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.silu(self.up(hidden)))  # type: ignore[no-any-return]
+
+
 def some(like: Callable[..., Any] = Mlp) -> nn.ModuleList:
     return nn.ModuleList(like() for _ in range(EXPERTS))
 
@@ -207,6 +228,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "experts of several sizes": (lambda: Block("experts", nn.ModuleList(Mlp(8 + 8 * e) for e in range(EXPERTS))), False),
     "experts of several types": (lambda: Block("experts", turns(Mlp, lambda: Mlp().bfloat16())), False),
     "experts of several kinds, with buffers": (lambda: Block("experts", turns(Mlp, Unlike)), False),
+    "bytes with scales elsewhere": (lambda: Block("experts", some(PackedMlp)), False),
     "one expert under two numbers": (lambda: Block("experts", nn.ModuleList([*some()[1:], *[Mlp()] * 2][-EXPERTS:])), False),
     "called by name": (lambda: CallingByName("moe", Stacks()), True),
     "called by name only, in another order": (lambda: CallingByName("moe", ByNameOnly()), False),
