@@ -53,7 +53,8 @@ $(OLDEST)/installed: requirements-oldest.txt $(STAMP)
 	touch $@
 
 $(OPTIONAL)/installed: $(STAMP)
-	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(OPTIONAL) torchao==0.18.0 peft==0.21.2
+	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(OPTIONAL) torchao==0.18.0 peft==0.21.2 \
+		bitsandbytes==0.50.2 compressed-tensors==0.20.1 loguru==0.7.3
 	touch $@
 
 $(VLLM)/installed: requirements-vllm.txt requirements-vllm-bare.txt pyproject.toml

@@ -30,6 +30,7 @@ from .progress import byte_progress
 from .scheduling.scheduler import PrefetchScheduler
 from .streams import StreamDevice
 from .undo import Undo
+from .unready import unready
 
 __all__ = ["disable_expert_prefetch", "enable", "enable_expert_prefetch"]
 
@@ -129,6 +130,8 @@ def enable(
         files: says of Parameters which those are.
     """
     found = find_banks(model)
+    if (reason := unready(model)) is not None:
+        raise ValueError(f"{reason} The model is unchanged.")
     homes = choose_homes(model, found.banks, device, config)
     _refuse_foreign_hooks(model, homes)
     disable_expert_prefetch(model)

@@ -1,38 +1,18 @@
-"""Which modules of a model are expert banks: found by what they hold and how they are called, never by a model's name.
-
-[Note: what is a bank]
-*Stacked*: a module that keeps the weights of all its experts in its own parameters (first dimension = expert) and is called
-with hidden states, expert ids and routing weights. That is the layout of nearly every Mixture-of-Experts model in transformers
-5: Mixtral, Qwen-MoE, OLMoE, DeepSeek, gpt-oss with its biases and others. Where a module says that it has as many experts as
-its parameters have rows (`num_experts`), one such parameter will do, and it need not be given ids.
-*Wrapped*: a module of experts that is called in the same way and whose weights are those of the module inside it, or whose
-weights are all stacks of one height in modules inside it.
-*Listed*: a ModuleList or ModuleDict of experts, all of one kind. What reads it is its own forward, or that of the module around
-it.
-*Kept beside*: a module of experts whose stacks are among its attributes, in objects that its kernels want. What reads them is
-the module around it, by whatever method.
-
-Single experts are sent of the stacked ones only, if it shows which of them are read; the others get whole banks. So do stacked
-ones inside an adapter: a module around them that has Parameters of its own and passes on what it is given. It may look at their
-weights before it calls them, so it is the one that is hooked. And so do those in a block whose forward somebody has replaced by
-another, as kernels of the Hub are: that one may read the weights by itself.
-"""
+"""Which modules of a model are expert banks: found by what they hold and how they are called, never by a model's name."""
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from .attributes import tensors_beside
 from .bank import ExpertBank
-from .forms import parts_of, unfit
+from .candidates import Candidate, candidate_of, in_no_layout, is_stack, passes_on
+from .forms import parts_of
 from .layout import BankLayout
 
 __all__ = [
@@ -48,10 +28,6 @@ __all__ = [
 ]
 
 _SPARSE = ("eager", "batched_mm", "grouped_mm")
-_KEPT_ELSEWHERE = (
-    "its weights are neither among its Parameters nor tensors among its attributes with a row for each expert: a quantization "
-    "keeps them elsewhere. Load the model dequantized, with Mxfp4Config(dequantize=True) for example"
-)
 _ANY_ORDER = ("batched_mm", "grouped_mm")
 
 
@@ -81,15 +57,12 @@ def find_banks(model: nn.Module) -> Discovery:
     Raises:
         ValueError: there is none. The message says what was found and what would work.
     """
-    found: dict[tuple[tuple[str, int], ...], list[_Candidate]] = {}
+    found: dict[tuple[tuple[str, int], ...], list[Candidate]] = {}
     refusals: list[Refusal] = []
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        candidate = (
-            _stacked(name, module) or _beside(name, module, modules) or _wrapped(name, module) or _listed(name, module, modules)
-        )
-        if isinstance(candidate, _Candidate):
-            candidate = _in_replaced(_in_adapters(candidate, modules), modules)
+        candidate = candidate_of(name, module, modules)
+        if isinstance(candidate, Candidate):
             found.setdefault(tuple((key, id(value)) for key, value in candidate.parameters.items()), []).append(candidate)
         elif candidate is not None:
             refusals.append(Refusal(name or "(the model itself)", type(module).__name__, candidate))
@@ -97,9 +70,14 @@ def find_banks(model: nn.Module) -> Discovery:
     # What has its weights in a bank around it needs no word, and neither has an adapter around a bank.
     for one in tuple(refusals):
         module = modules.get(one.name, model)
-        own = module.parameters() if _passes_on(module) else module._parameters.values()
+        own = module.parameters() if passes_on(module) else module._parameters.values()
         if any(id(parameter) in holders for parameter in own):
             refusals.remove(one)
+    refused = {id(parameter) for one in refusals for parameter in modules.get(one.name, model).parameters()}
+    for name, module in modules.items():
+        reason = in_no_layout(name, module)
+        if reason is not None and not any(id(each) in holders or id(each) in refused for each in module.parameters()):
+            refusals.append(Refusal(name or "(the model itself)", type(module).__name__, reason))
     for parameters in [key for key in found if any(holders[parameter] > 1 for _, parameter in key)]:
         reason = "it shares some of its weights, but not all, with another experts module"
         refusals += [Refusal(one.name, type(one.module).__name__, reason) for one in found.pop(parameters)]
@@ -107,18 +85,6 @@ def find_banks(model: nn.Module) -> Discovery:
     if not banks:
         raise ValueError(_nothing_found(model, refusals))
     return Discovery(banks, tuple(refusals))
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A module that is a bank, or shares one: its holder, and its weights by their names there."""
-
-    name: str
-    module: nn.Module
-    parameters: dict[str, nn.Parameter]
-    num_experts: int
-    ids_argument: tuple[str, int] | None = None
-    stacked: bool = False
 
 
 def implementation_of(module: nn.Module) -> str | None:
@@ -156,7 +122,7 @@ def takes_other_ids(module: nn.Module, implementation: str | None, bank: ExpertB
     return True
 
 
-def _bank(index: int, candidates: list[_Candidate]) -> ExpertBank:
+def _bank(index: int, candidates: list[Candidate]) -> ExpertBank:
     first = candidates[0]
     tensors = parts_of(first.parameters)
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors.values()}
@@ -171,166 +137,8 @@ def _bank(index: int, candidates: list[_Candidate]) -> ExpertBank:
         num_experts=first.num_experts,
         ids_argument=first.ids_argument,
         layout=BankLayout.of(tensors.items(), stacked=first.stacked and rows == {first.num_experts}),
-        has_beside=any(_is_stack(tensor, first.num_experts) and id(tensor) not in ours for tensor in beside),
+        has_beside=any(is_stack(tensor, first.num_experts) and id(tensor) not in ours for tensor in beside),
     )
-
-
-# -- the kinds of banks -------------------------------------------------------------------------------------------------
-
-
-def _stacked(name: str, module: nn.Module) -> _Candidate | str | None:
-    """A bank of stacked parameters; why it is none, if it looks like one; None if it doesn't."""
-    own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
-    # Blocks of a quantized matrix may have more dimensions than it has; in other modules such are convolutions.
-    dims = range(3, 6 if _is_called_experts(name, module) else 4)
-    matrices = [parameter for parameter in own.values() if parameter.dim() in dims]
-    if not matrices:
-        return None
-    rows = {parameter.shape[0] for parameter in matrices}
-    # Every stack of matrices, and what has as many rows.
-    stacked = {key: parameter for key, parameter in own.items() if parameter.dim() >= 2 and parameter.shape[0] in rows}
-    declared, arguments = getattr(module, "num_experts", None), _positional_arguments(module)
-    says_so = declared in rows and len(rows) == 1
-    reason = None
-    if len(matrices) < 2 and not says_so:
-        reason = "its experts are not stacked in at least two 3-D parameters of its own"
-    elif len(rows) > 1 and not _is_called_experts(name, module):
-        reason = f"its stacked parameters differ in their number of experts ({', '.join(map(str, sorted(rows)))})"
-    elif max(rows) < 2:
-        reason = "it has a single expert, so there is nothing to route"
-    elif declared is not None and declared not in rows:
-        reason = f"its parameters have {max(rows)} rows, but its num_experts is {declared}"
-    elif len(arguments) < 3 and not says_so:
-        reason = (
-            f"its forward takes ({', '.join(arguments)}); prefetching needs one that is called "
-            "with hidden states, expert ids and routing weights"
-        )
-    reason = reason or _unfit(stacked)
-    if reason is not None:
-        return reason if _is_called_experts(name, module) or len(matrices) > 1 else None
-    ids = (arguments[1], 1) if len(arguments) >= 3 else None
-    return _Candidate(name, module, stacked, max(rows), ids, stacked=len(rows) == 1 and ids is not None)
-
-
-def _beside(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> _Candidate | str | None:
-    """A bank of stacks that a module keeps among its attributes, or why it is none, if it has no weights anywhere else."""
-    if not _is_called_experts(name, module) or _lists_modules(module) or not _has_forward(module):
-        return None
-    own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
-    if any(parameter.dim() > 2 for parameter in own.values()) or any(
-        True for each in module.children() for _ in each.parameters()
-    ):
-        return None
-    count = getattr(module, "num_experts", None)
-    rows = {key: tensor for key, tensor in (*tensors_beside(module).items(), *own.items()) if _is_stack(tensor, count, 2)}
-    if sum(tensor.dim() > 2 for tensor in rows.values()) < 2:
-        return _KEPT_ELSEWHERE
-    parent, _, here = name.rpartition(".")
-    around, prefix = (modules[parent], f"{here}.") if name and _has_forward(modules[parent]) else (module, "")
-    inside = {prefix + key: cast(nn.Parameter, tensor) for key, tensor in rows.items()}
-    return _unfit(inside) or _Candidate(name, around, inside, next(iter(rows.values())).shape[0])
-
-
-def _is_stack(tensor: torch.Tensor, rows: object, dims: int = 1) -> bool:
-    """Whether it has this many rows, and at least so many dimensions."""
-    return tensor.dim() >= dims and tensor.shape[0] == rows
-
-
-def _wrapped(name: str, module: nn.Module) -> _Candidate | str | None:
-    """A bank whose weights are those of modules inside."""
-    if not _is_called_experts(name, module) or _lists_modules(module) or not _has_forward(module):
-        return None
-    if any(parameter is not None for parameter in module._parameters.values()):
-        return None
-    if any(isinstance(_stacked(key, each), _Candidate) for key, each in module.named_modules() if key):
-        return None
-    inside = dict(module.named_parameters())
-    heights = {parameter.shape[0] if parameter.dim() == 3 else 0 for parameter in inside.values()}
-    if len(inside) > 1 and len(heights) == 1 and (rows := max(heights)) > 1:
-        return _unfit(inside) or _Candidate(name, module, inside, rows)
-    of_one = len({key.partition(".")[0] for key in inside}) == 1
-    if not of_one or len(_positional_arguments(module)) < 3:
-        return None
-    count = getattr(module, "num_experts", None)
-    return _unfit(inside) or _Candidate(name, module, inside, count if isinstance(count, int) else 2)
-
-
-def _in_adapters(candidate: _Candidate, modules: dict[str, nn.Module]) -> _Candidate:
-    """The same as the outermost adapter around it holds it."""
-    name, prefix, adapted = candidate.name, "", candidate
-    weights = set(map(id, candidate.parameters.values()))
-    while name and candidate.module is modules[candidate.name]:
-        name, _, inner = name.rpartition(".")
-        around, prefix = modules[name], f"{inner}.{prefix}"
-        if not _passes_on(around):
-            break
-        if any(id(parameter) not in weights for parameter in around.parameters()):
-            parameters = {prefix + key: parameter for key, parameter in candidate.parameters.items()}
-            adapted = replace(candidate, name=name, module=around, parameters=parameters)
-    return adapted
-
-
-def _in_replaced(candidate: _Candidate, modules: dict[str, nn.Module]) -> _Candidate:
-    """The same as the block around it holds it, if that has another forward than its class."""
-    parent, _, own = candidate.name.rpartition(".")
-    if not candidate.name or candidate.module is not modules[candidate.name]:
-        return candidate
-    forward = inspect.unwrap(modules[parent].forward)
-    if not inspect.ismethod(forward) or forward.__func__ is type(modules[parent]).forward:
-        return candidate
-    parameters = {f"{own}.{key}": parameter for key, parameter in candidate.parameters.items()}
-    return replace(candidate, module=modules[parent], parameters=parameters, ids_argument=None)
-
-
-def _passes_on(module: nn.Module) -> bool:
-    """Whether its forward takes any arguments, as that of a module does which only passes them on."""
-    signature = inspect.signature(type(module).forward)
-    return _has_forward(module) and any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in signature.parameters.values())
-
-
-def _listed(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> _Candidate | str | None:
-    """A bank that is a list of modules, one an expert."""
-    if not _lists_modules(module) or not _is_called_experts(name, module):
-        return None
-    if any(isinstance(_stacked(key, each), _Candidate) for key, each in module.named_modules() if key):
-        # A list of layers.
-        return None
-    experts = [child for child in module.children() if next(child.parameters(), None) is not None]
-    shapes = {tuple((key, tuple(p.shape), p.dtype) for key, p in child.named_parameters()) for child in experts}
-    if len(experts) < 2 or len(shapes) > 1 or len({type(child) for child in experts}) > 1:
-        return "its experts are not at least two modules of one kind" if experts else None
-    parent, _, own = name.rpartition(".")
-    holder, prefix = (module, "") if _has_forward(module) else (modules[parent], f"{own}.")
-    if not name or not _has_forward(holder):
-        return "nothing around it has a forward that could be hooked"
-    inside = {prefix + key: parameter for key, parameter in module.named_parameters()}
-    if len(inside) < len(experts) * len(next(iter(shapes))):
-        return "some of its experts share weights"
-    return _unfit(inside) or _Candidate(name, holder, inside, len(experts))
-
-
-def _unfit(parameters: dict[str, nn.Parameter]) -> str | None:
-    """Why some of them can't be moved as bytes, if so."""
-    return next(filter(None, (unfit(name, parameter) for name, parameter in parameters.items())), None)
-
-
-def _is_called_experts(name: str, module: nn.Module) -> bool:
-    """Would a reader of the model call this module experts?"""
-    return "expert" in type(module).__name__.lower() or name.rpartition(".")[2] == "experts"
-
-
-def _lists_modules(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def _positional_arguments(module: nn.Module) -> list[str]:
-    signature = inspect.signature(type(module).forward)
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, parameter in signature.parameters.items() if parameter.kind in kinds][1:]
 
 
 def _nothing_found(model: nn.Module, refusals: list[Refusal]) -> str:
@@ -338,7 +146,7 @@ def _nothing_found(model: nn.Module, refusals: list[Refusal]) -> str:
     works = (
         "What works: modules that keep all their experts stacked in 3-D parameters and are called with (hidden states, "
         "expert ids, routing weights), such as Mixtral, Qwen2/3-MoE, OLMoE, DeepSeek-V2/V3 and gpt-oss in transformers >= "
-        "5.17, and lists of equal experts (a ModuleList or ModuleDict)."
+        "5.17, and lists of experts (a ModuleList or ModuleDict)."
     )
     if refusals:
         shown = "\n".join(f"  - {refusal}" for refusal in one_of_each(refusals))

@@ -15,7 +15,7 @@ from torch import nn
 
 from .layout import is_dense
 
-__all__ = ["can_open", "is_plain", "made_of", "opened", "parts", "parts_of", "replace_parts", "unfit"]
+__all__ = ["can_open", "can_take_apart", "is_plain", "made_of", "opened", "parts", "parts_of", "replace_parts", "unfit"]
 
 
 def is_plain(parameter: torch.Tensor) -> bool:
@@ -94,14 +94,19 @@ def replace_parts(name: str, parameter: nn.Parameter, tensors: Mapping[str, torc
         torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 
+def can_take_apart(parameter: torch.Tensor) -> bool:
+    """Whether a wrapper says what it is made of, and how to put it together again."""
+    return hasattr(type(parameter), "__tensor_flatten__") and hasattr(type(parameter), "__tensor_unflatten__")
+
+
 def unfit(name: str, parameter: nn.Parameter) -> str | None:
     """Why it can't be moved as bytes, if so."""
-    kind = type(parameter.data).__name__
-    if not is_plain(parameter):
-        taken_apart = hasattr(type(parameter), "__tensor_flatten__") and hasattr(type(parameter), "__tensor_unflatten__")
-        # Shards of a tensor know of each other.
-        if not taken_apart or type(parameter).__module__.startswith("torch.distributed"):
-            return f"{name} is a {kind}, a tensor type that can't be taken apart and put together again"
+    # A kind of Parameter may keep more than its data.
+    kind = next((type(each).__name__ for each in (parameter.data, parameter) if type(each) is not torch.Tensor), "Tensor")
+    # Shards of a tensor know of each other.
+    of_shards = type(parameter).__module__.startswith("torch.distributed")
+    if not is_plain(parameter) and (of_shards or not can_take_apart(parameter)):
+        return f"{name} is a {kind}, a tensor type that can't be taken apart and put together again"
     for tensor in parts(name, parameter).values():
         if not is_plain(tensor):
             return f"{name} is a {kind} around a {type(tensor).__name__}, which can't be moved as bytes"

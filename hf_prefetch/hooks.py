@@ -17,6 +17,7 @@ import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from accelerate.utils import send_to_device
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from .bank import ExpertBank
@@ -77,7 +78,8 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a bank's module: its own forward, on tensors of the device."""
-        if args and isinstance(args[0], torch.Tensor) and args[0].device != self.device:
+        first = next(iter(args or kwargs.values()), None)
+        if isinstance(first, torch.Tensor) and first.device != self.device:
             args, kwargs = send_to_device(args, self.device), send_to_device(kwargs, self.device)
         with self.scheduler.lock:
             self._check_weights(module)
@@ -237,9 +239,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         if not watched:
             return output
         refuse = functools.partial(_RefuseBackward.apply, self.bank.name)
-        if isinstance(output, torch.Tensor):
-            return refuse([output], *watched)
-        return type(output)(refuse([item], *watched) if isinstance(item, torch.Tensor) else item for item in output)
+        return pytree.tree_map_only(torch.Tensor, lambda each: refuse([each], *watched), output)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

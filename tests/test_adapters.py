@@ -17,6 +17,7 @@ from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from hf_prefetch.discovery import find_banks
 from hf_prefetch.testing import FakeDevice, RaceChecker
 from models import EXPERTS, Snapshot, build, experts_of, prompt
+from test_towers import older
 
 LONG, RANK, NEW_TOKENS = 24, 2, 4
 _DRAWN = torch.Generator().manual_seed(3)
@@ -118,6 +119,29 @@ def test_the_same_bits_ahead_of_use(way: str, slots: int) -> None:
     disable_expert_prefetch(model)
     before.assert_restored(model)
     assert all(map(torch.equal, outcome(model), expected))
+    RaceChecker().assert_clean(device.log)
+
+
+def test_adapters_in_a_list_of_experts() -> None:
+    """They are weights of each expert like others, and travel with it."""
+    peft = pytest.importorskip("peft")
+    base = older(torch.float32)
+    base.config.model_type = "older"  # of which PEFT does not believe that its experts are stacked
+    config = peft.LoraConfig(r=RANK, lora_alpha=4, target_modules=r".*experts\.\d+\.w[12]")
+    model, device = peft.get_peft_model(base, config).eval(), FakeDevice("lazy")
+    for parameter in (parameter for name, parameter in model.named_parameters() if "lora_B" in name):
+        parameter.data = torch.randn(parameter.shape, generator=_DRAWN) * 0.1
+    expected, before = outcome(model), Snapshot.of(model)
+    assert sum("lora" in name for name in find_banks(model).banks[0].parameters) == 4 * EXPERTS
+    enable_expert_prefetch(model, device=device, progress=False)
+    for _ in range(2):
+        with device.watching():
+            assert all(map(torch.equal, outcome(model), expected))
+    assert model.expert_prefetch.report().lookahead_hits > 0
+    with device.watching(), model.disable_adapter():
+        assert not torch.equal(outcome(model)[0], expected[0])
+    disable_expert_prefetch(model)
+    before.assert_restored(model)
     RaceChecker().assert_clean(device.log)
 
 

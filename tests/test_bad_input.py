@@ -134,13 +134,14 @@ def two_linears() -> nn.ModuleList:
     return nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
 
 
-class UnequalExperts(nn.Module):
-    """Experts that differ in size: there is no number of bytes that an expert has."""
+class TiedExperts(nn.Module):
+    """Experts that share a matrix: what one of them is sent for would be the other's, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(8, 2)
-        self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))])
+        self.experts = two_linears()
+        self.experts[1].weight = self.experts[0].weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen = self.router(hidden).argmax(-1)
@@ -152,7 +153,7 @@ class UnequalExperts(nn.Module):
     [
         pytest.param(tiny_llama, ["LlamaForCausalLM", "no Mixture-of-Experts", "dense"], id="dense model"),
         pytest.param(lambda: nn.Linear(2, 2), ["Linear", "no Mixture-of-Experts"], id="a linear layer"),
-        pytest.param(lambda: nn.Sequential(UnequalExperts()), ["0.experts", "ModuleList", "of one kind"], id="unequal experts"),
+        pytest.param(lambda: nn.Sequential(TiedExperts()), ["0.experts", "ModuleList", "share weights"], id="tied experts"),
         pytest.param(lambda: nn.ModuleDict({"experts": two_linears()}), ["ModuleList", "nothing around it"], id="no forward"),
     ],
 )
@@ -236,7 +237,7 @@ def test_a_warning_that_is_made_an_error_undoes_everything() -> None:
 
 def test_experts_that_cannot_be_prefetched_beside_some_that_can_are_named() -> None:
     model = build("mixtral")
-    model.extra = UnequalExperts()
+    model.extra = TiedExperts()
     with pytest.warns(UserWarning, match=r"extra\.experts \(ModuleList\)"):
         enable_expert_prefetch(model, device=FakeDevice())
     assert model.expert_prefetch.report().banks == 5

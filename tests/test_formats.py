@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, CompressedTensorsConfig, PreTrainedModel
 from transformers.integrations import mxfp4
 
+import architectures
 from caching import budget, cached
 from formats import FP8, fp8_model, gguf_model, mxfp4_model, torch_kernels
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from hf_prefetch.discovery import find_banks
+from hf_prefetch.memory.store import send_parameter
 from hf_prefetch.testing import FakeDevice
 from models import EXPERTS, Snapshot, build, experts_of, prompt
 
@@ -44,6 +49,16 @@ def check(model: PreTrainedModel, rows: int, slots: int = 3) -> Any:
     assert report.lookahead_hits > 0
     assert report.bytes_to_device > 0
     return report
+
+
+@pytest.mark.parametrize("rows", [0, EXPERTS // 2])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_float16(implementation: str, rows: int) -> None:
+    """Other types of floats have tests everywhere."""
+    model = build("gpt_oss", torch.float16)
+    model.set_experts_implementation(implementation)
+    report = check(model, rows)
+    assert report.routed_calls + report.cached_calls == 2 * (NEW_TOKENS - 1) * report.banks
 
 
 # -- fine-grained fp8 ---------------------------------------------------------------------------------------------------
@@ -262,6 +277,109 @@ def test_wrapped_weights_that_are_loaded_while_enabled() -> None:
     assert all(map(torch.equal, outcome(model, ids), second))
     disable_expert_prefetch(model)
     assert all(map(torch.equal, outcome(model, ids), second))
+
+
+# -- libraries that quantize linear layers --------------------------------------------------------------------------------
+
+
+def loaded_by(bits: int, source: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """A model as transformers loads it with bitsandbytes."""
+    pytest.importorskip("bitsandbytes")
+    source.save_pretrained(folder)
+    config = BitsAndBytesConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4, bnb_4bit_compute_dtype=torch.bfloat16)
+    options = {"quantization_config": config, "dtype": torch.bfloat16, "device_map": {"": "cpu"}}
+    model = type(source).from_pretrained(folder, **options).eval()
+    model.generation_config = source.generation_config
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes(bits: int, tmp_path: Path) -> None:
+    """Linear layers are quantized and stay on the device; stacked experts are as they were, and travel."""
+    model = loaded_by(bits, build("qwen3_moe", torch.bfloat16), tmp_path)
+    assert type(model.model.layers[0].self_attn.q_proj.weight) is not nn.Parameter
+    assert all(bank.is_plain for bank in find_banks(model).banks)
+    for rows in (0, EXPERTS // 2):
+        check(model, rows)
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(4, "Params4bit"), (8, "Int8Params")])
+def test_bitsandbytes_in_lists_of_experts(bits: int, kind: str, tmp_path: Path) -> None:
+    """Those are linear layers, whose weights have scales that nobody could move with them: left, and named."""
+    model = loaded_by(bits, architectures.build("switch_transformers"), tmp_path)
+    expected = architectures.run("switch_transformers", model)
+    with pytest.raises(ValueError, match=rf"expert_0\.wi\.weight is a {kind}, .* can't be taken apart"):
+        enable_expert_prefetch(model, device="cpu")
+    assert architectures.run("switch_transformers", model).equals(expected)
+
+
+class Keeps(nn.Parameter):
+    """Moves more than its data."""
+
+    scale: torch.Tensor
+
+    def to(self, device: torch.device) -> Keeps:  # type: ignore[override]
+        moved = Keeps(self.data.clone())
+        moved.scale = self.scale + 1
+        return moved
+
+
+def test_parameters_that_move_more_than_their_data() -> None:
+    """Also those of bitsandbytes that are no experts: they go to the device by a way of their own."""
+    parameter, value = Keeps(torch.randn(3)), torch.tensor(1.0)
+    parameter.scale, before = value, parameter.detach().clone()
+    send_parameter(parameter, torch.device("cpu"))
+    assert type(parameter) is Keeps
+    assert torch.equal(parameter, before)
+    assert torch.equal(parameter.scale, value + 1)
+
+
+def compressed(folder: Path) -> PreTrainedModel:
+    """Writes a checkpoint of compressed-tensors with packed int4 weights; the model that it was made of."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "format": "pack-quantized", "weights": weights}
+    scheme = pytest.importorskip("compressed_tensors.quantization").QuantizationScheme(**group)
+    pack = compressors.BaseCompressor.get_value_from_registry("pack-quantized")
+    model = build("qwen3_moe", torch.bfloat16)
+    model.save_pretrained(folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        own = {"": value}
+        if name.endswith("proj.weight"):
+            scale = value.float().unflatten(1, (-1, 32)).abs().amax(2) / 7
+            own = pack.compress({"weight": value, "weight_scale": scale.bfloat16()}, scheme)
+        tensors |= {name.removesuffix("weight") + key if key else name: part for key, part in own.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    about = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    config["quantization_config"] = about | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def test_compressed_tensors(tmp_path: Path) -> None:
+    """Experts are unpacked while they are loaded; the rest too, if that is asked for."""
+    source = compressed(tmp_path)
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True), "dtype": torch.bfloat16}
+    model = type(source).from_pretrained(tmp_path, **options).eval()
+    model.generation_config = source.generation_config
+    assert not torch.equal(outcome(model, prompt(LONG))[1], outcome(source, prompt(LONG))[1])
+    check(model, 0)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["enabled first", "run first"])
+def test_compressed_tensors_that_unpacks_later_is_refused(before: bool, tmp_path: Path) -> None:
+    """It replaces weights at the model's first forward, and from then on keeps all Parameters itself."""
+    source = compressed(tmp_path)
+    model, ids = type(source).from_pretrained(tmp_path, dtype=torch.bfloat16).eval(), prompt(LONG)
+    with torch.no_grad():
+        expected = model(ids).logits if before else None
+        reason = "keeps its Parameters, and brings them" if before else r"q_proj is a linear layer without.*dequantize=True"
+        with pytest.raises(ValueError, match=reason):
+            enable_expert_prefetch(model, device="cpu")
+        assert expected is None or torch.equal(model(ids).logits, expected)
 
 
 class Opaque(torch.Tensor):

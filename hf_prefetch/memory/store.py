@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..bank import ExpertBank
-from ..forms import is_plain, parts, replace_parts
+from ..forms import can_take_apart, is_plain, parts, replace_parts
 from ..streams import StreamDevice
 from .disk import FileSource, OnDisk, replace_parameter
 from .ledger import Ledger, Purpose
@@ -304,6 +304,13 @@ def send_parameter(parameter: nn.Parameter, device: torch.device, *, inference: 
 
     `inference`: whether it was made under inference_mode; asked of itself if not given.
     """
+    if not is_plain(parameter) and not can_take_apart(parameter):
+        with torch.no_grad():
+            moved = parameter.to(device)
+        parameter.data = moved.data
+        # What such a kind of Parameter keeps besides its data.
+        parameter.__dict__.update(moved.__dict__)
+        return
     if not is_plain(parameter):
         replace_parts("", parameter, {name: tensor.to(device) for name, tensor in parts("", parameter).items()})
         return
