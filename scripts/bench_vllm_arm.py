@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> None:
     if torch.cuda.is_available():
         note(device=torch.cuda.get_device_name(), link=_link())
     note(passes={f"prefill {length}": -(-length // options.batch_tokens) for length in options.prompts})
-    asked = _Asked(llm, injection)
+    asked = _Asked(llm, injection, quick=options.smoke)
 
     def sample(kind: str, once: Callable[[], float]) -> None:
         note(samples=result["samples"] | {kind: _sampled(once, options.samples)})
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace) -> None:
     if options.arm == "resident":
         note(again=asked.answers())
     for length in options.prompts:
-        for _ in range(2):
+        for _ in range(1 if options.smoke else 2):
             asked.prefill(length)
         sample(f"prefill {length}", lambda length=length: asked.prefill(length))
     if options.arm.startswith("prefetch"):
@@ -221,7 +221,8 @@ class _Injection:
 class _Asked:
     """What an engine is asked, with the routing that belongs to it."""
 
-    def __init__(self, llm: Any, injection: _Injection) -> None:
+    def __init__(self, llm: Any, injection: _Injection, *, quick: bool) -> None:
+        self._quick = quick
         self._llm = llm
         self._injection = injection
         self._decoded: dict[int, int] = {}
@@ -248,7 +249,7 @@ class _Asked:
         """Once, so that what is timed has been compiled and learned; and see how many tokens are enough to be timed."""
         self._decoded[batch] = _FEW_DECODED
         self.decode(batch)
-        if self.decode(batch) * _DECODED < _LONG_DECODE:
+        if not self._quick and self.decode(batch) * _DECODED < _LONG_DECODE:
             self._decoded[batch] = _DECODED
             self.decode(batch)
 
