@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all arms, or one of them, in this process, for the process that runs all.
 
     Returns:
-        How many arms failed.
+        How many arms failed, or gave another output than the resident one.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace, given: list[str]) -> int:
     from bench_vllm_arm import prepare
-    from bench_vllm_table import table
+    from bench_vllm_table import equality, table
 
     begin, results = time.monotonic(), {}
     shown = {name: value for name, value in vars(options).items() if name not in ("out", "folder", "arm")}
@@ -110,11 +110,14 @@ def _run(options: argparse.Namespace, given: list[str]) -> int:
             results[name] = result
             print(f"{name}: {result.get('error') or '{:.0f} s'.format(result['seconds'])}", flush=True)
             options.out.write_text(json.dumps({"options": shown, "arms": results}))
-    print(table({name: results[name] for name in options.arms.split(",")}))
+    results = {name: results[name] for name in options.arms.split(",")}
+    words = {name: equality(name, results) for name in results}
+    # Nothing that the smoke size takes is a figure.
+    print("\n".join(f"{name}, output: {word}" for name, word in words.items()) if options.smoke else table(results))
     for name, result in results.items():
         if "error" in result:
             print(f"\n-- {name}\n{result.get('log', '')[-2000:]}")
-    return sum("error" in result for result in results.values())
+    return sum("error" in result or words[name] not in (None, "yes") for name, result in results.items())
 
 
 def _all(

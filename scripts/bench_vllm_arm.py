@@ -41,7 +41,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     from transformers import AutoConfig
 
     shape = SHAPES["tiny" if options.tiny else "qwen3-30b-a3b"]
-    layers = {} if options.tiny else {"num_hidden_layers": options.layers}
+    layers = {"num_hidden_layers": shape.layers if options.tiny else options.layers}
     widths = {"head_dim": 32} if options.tiny else {}
     config = AutoConfig.for_model(shape.model_type, **{**shape.config, **layers, **widths})
     config.architectures = ["Qwen3MoeForCausalLM"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-__all__ = ["bounds", "table"]
+__all__ = ["bounds", "equality", "table"]
 
 Results = dict[str, dict[str, Any]]
 
@@ -24,7 +24,7 @@ def table(results: Results) -> str:
     rows = []
     for name, arm in results.items():
         medians = [_figure(_median(arm, kind)) for kind in kinds]
-        rows.append([name, *medians, _equal(name, results) or "-", f"{arm['start']:.0f}" if "start" in arm else "-"])
+        rows.append([name, *medians, equality(name, results) or "-", f"{arm['start']:.0f}" if "start" in arm else "-"])
     limits = [_limit(kind, results) for kind in kinds]
     if any(limits):
         rows.append([_LIMIT, *map(_figure, limits), "", ""])
@@ -53,10 +53,22 @@ def bounds(results: Results) -> list[tuple[str, str, str, str]]:
             for bound, why in _bounds_of(name, kind, results):
                 verdict = "ok" if figure <= bound else "MISSED"
                 found.append((f"{name}, {kind}", f"{figure:.4f}", f"<= {bound:.4f} ({why})", verdict))
-        equal = _equal(name, results)
+        equal = equality(name, results)
         if equal is not None:
             found.append((f"{name}, output", equal, "equal to resident", "ok" if equal == "yes" else "MISSED"))
     return found
+
+
+def equality(name: str, results: Results) -> str | None:
+    """How an arm's answers compare with the resident ones; None if either has none."""
+    arm, base = results[name], results.get("resident", {})
+    if "answers" not in base or "answers" not in arm or (name == "resident" and "again" not in arm):
+        return None
+    mine, theirs = (arm["again"], arm["answers"]) if name == "resident" else (arm["answers"], base["answers"])
+    if mine == theirs:
+        return "yes"
+    tokens = [[answer["tokens"] for answer in answers] for answers in (mine, theirs)]
+    return "tokens" if tokens[0] == tokens[1] else "no"
 
 
 def _bounds_of(name: str, kind: str, results: Results) -> list[tuple[float, str]]:
@@ -102,18 +114,6 @@ def _link(results: Results) -> float | None:
 def _median(arm: dict[str, Any], kind: str) -> float | None:
     samples = arm.get("samples", {}).get(kind)
     return statistics.median(samples) if samples else None
-
-
-def _equal(name: str, results: Results) -> str | None:
-    """How an arm's answers compare with the resident ones; None if either has none."""
-    arm, base = results[name], results.get("resident", {})
-    if "answers" not in base or "answers" not in arm or (name == "resident" and "again" not in arm):
-        return None
-    mine, theirs = (arm["again"], arm["answers"]) if name == "resident" else (arm["answers"], base["answers"])
-    if mine == theirs:
-        return "yes"
-    tokens = [[answer["tokens"] for answer in answers] for answers in (mine, theirs)]
-    return "tokens" if tokens[0] == tokens[1] else "no"
 
 
 def _figure(value: float | None) -> str:
