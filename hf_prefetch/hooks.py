@@ -217,9 +217,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         """This call and those that follow: what was done is not undone by a forward that does it once."""
         self._refused = (
             f"The forward of {self.bank.name} {what}, as an experts implementation does that {how}. Such experts can't be "
-            "prefetched: load the model anew (or call disable_expert_prefetch(model) and reset what the forward keeps among "
-            "its attributes: it is of no use) and choose another implementation (set_experts_implementation), or leave "
-            "prefetching off."
+            f"prefetched: {self.scheduler.remedies.kernel}"
         )
         self.scheduler.break_off()
         raise RuntimeError(self._refused)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import time
 import zlib
 from collections.abc import Callable
@@ -18,8 +19,8 @@ from routing_synthetic import PROFILES, RoutingProfile, synthetic_ids
 __all__ = ["measure", "prepare"]
 
 _PROFILE = "qwen3-30b-a3b-wide"
-# Tokens of decode that are timed, after a prompt.
-_DECODED = 64
+# Tokens of decode that are timed, after a prompt, and how many of them where these take longer than so many seconds.
+_DECODED, _FEW_DECODED, _LONG_DECODE = 64, 8, 2.0
 _DECODE_PROMPT = 256
 # Prompts whose answers are compared.
 _ANSWERED = (64, 300)
@@ -40,7 +41,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     from transformers import AutoConfig
 
     shape = SHAPES["tiny" if options.tiny else "qwen3-30b-a3b"]
-    layers = {} if options.tiny else {"num_hidden_layers": options.layers}
+    layers = {"num_hidden_layers": shape.layers if options.tiny else options.layers}
     widths = {"head_dim": 32} if options.tiny else {}
     config = AutoConfig.for_model(shape.model_type, **{**shape.config, **layers, **widths})
     config.architectures = ["Qwen3MoeForCausalLM"]
@@ -53,9 +54,18 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     torch.save(synthetic_ids(profile, config.num_hidden_layers, tokens), folder / "ids.pt")
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run one arm."""
+def measure(options: argparse.Namespace) -> None:
+    """Run one arm, and write what there is into its file each time that there is more of it."""
+    import vllm
     from vllm import LLM
+
+    result: dict[str, Any] = {"versions": {"vllm": vllm.__version__, "torch": torch.__version__}, "samples": {}}
+
+    def note(**found: Any) -> None:
+        result.update(found)
+        whole = options.out.with_suffix(".part")
+        whole.write_text(json.dumps(result))
+        whole.replace(options.out)
 
     begin = time.monotonic()
     if options.arm.startswith("prefetch"):
@@ -66,30 +76,34 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     injection = _Injection(torch.load(options.folder / "ids.pt"))
     _register_loader(injection)
     llm = LLM(**_arguments(options))
-    result: dict[str, Any] = {"start": time.monotonic() - begin, "expert_bytes": injection.expert_bytes, "samples": {}}
-    asked = _Asked(llm, injection)
-    asked.warm_up(options.prompts)
-    for length in options.prompts:
-        result["samples"][f"prefill {length}"] = _sampled(lambda length=length: asked.prefill(length), options.samples)
-    result["passes"] = {f"prefill {length}": -(-length // options.batch_tokens) for length in options.prompts}
-    for batch in (1, 8):
-        result["samples"][f"decode x{batch}"] = _sampled(lambda batch=batch: asked.decode(batch), options.samples)
-    result["answers"], result["again"] = asked.answers(), asked.answers()
-    if options.arm.startswith("prefetch"):
-        result["report"] = str(asked.report())
+    note(start=time.monotonic() - begin, expert_bytes=injection.expert_bytes)
     if torch.cuda.is_available():
-        result["device"] = torch.cuda.get_device_name()
-        result["link"] = _link()
-        result["peak_bytes"] = torch.cuda.max_memory_allocated()
-    import vllm
+        note(device=torch.cuda.get_device_name(), link=_link())
+    note(passes={f"prefill {length}": -(-length // options.batch_tokens) for length in options.prompts})
+    asked = _Asked(llm, injection, quick=options.smoke)
 
-    result["versions"] = {"vllm": vllm.__version__, "torch": torch.__version__}
-    return result
+    def sample(kind: str, once: Callable[[], float]) -> None:
+        note(samples=result["samples"] | {kind: _sampled(once, options.samples)})
+
+    for batch in (1, 8):
+        asked.warm_up_decode(batch)
+        sample(f"decode x{batch}", lambda batch=batch: asked.decode(batch))
+    note(answers=asked.answers())
+    if options.arm == "resident":
+        note(again=asked.answers())
+    for length in options.prompts:
+        for _ in range(1 if options.smoke else 2):
+            asked.prefill(length)
+        sample(f"prefill {length}", lambda length=length: asked.prefill(length))
+    if options.arm.startswith("prefetch"):
+        note(report=str(asked.report()))
+    if torch.cuda.is_available():
+        note(peak_bytes=torch.cuda.max_memory_allocated())
 
 
 def _sampled(once: Callable[[], float], count: int) -> list[float]:
     """So many samples, or fewer, but at least three, where they take long."""
-    begin, samples = time.monotonic(), []
+    begin, samples = time.monotonic(), list[float]()
     while len(samples) < count and (len(samples) < 3 or time.monotonic() - begin < _LONG):
         samples.append(once())
     return samples
@@ -110,10 +124,11 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
         "enforce_eager": options.eager or not on_gpu,
     }
     if on_gpu:
-        arguments |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton", "kv_cache_memory_bytes": 4 * 2**30}
+        cache = 2**28 if options.tiny else 4 * 2**30
+        arguments |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton", "kv_cache_memory_bytes": cache}
         if not options.eager:
             mode = {} if options.compile else {"mode": 0}
-            graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8]}
+            graphs = {"cudagraph_mode": options.graphs, "cudagraph_capture_sizes": [1, 8]}
             arguments["compilation_config"] = mode | graphs
     return arguments | _of_arm(options.arm, options)
 
@@ -206,9 +221,11 @@ class _Injection:
 class _Asked:
     """What an engine is asked, with the routing that belongs to it."""
 
-    def __init__(self, llm: Any, injection: _Injection) -> None:
+    def __init__(self, llm: Any, injection: _Injection, *, quick: bool) -> None:
+        self._quick = quick
         self._llm = llm
         self._injection = injection
+        self._decoded: dict[int, int] = {}
 
     def _generate(self, lengths: list[int], tokens: int, **sampling: Any) -> tuple[float, list[Any]]:
         from vllm import SamplingParams
@@ -228,13 +245,13 @@ class _Asked:
             torch.cuda.synchronize()
         return time.perf_counter() - begin, results
 
-    def warm_up(self, lengths: list[int]) -> None:
-        """Each kind once, so that what is timed has been compiled and learned."""
-        for length in lengths:
-            for _ in range(2):
-                self._generate([length], 1)
-        self.decode(1)
-        self.decode(8)
+    def warm_up_decode(self, batch: int) -> None:
+        """Once, so that what is timed has been compiled and learned; and see how many tokens are enough to be timed."""
+        self._decoded[batch] = _FEW_DECODED
+        self.decode(batch)
+        if not self._quick and self.decode(batch) * _DECODED < _LONG_DECODE:
+            self._decoded[batch] = _DECODED
+            self.decode(batch)
 
     def prefill(self, length: int) -> float:
         """Seconds to the first token."""
@@ -242,10 +259,10 @@ class _Asked:
 
     def decode(self, batch: int) -> float:
         """Seconds from token to token."""
-        lengths = [_DECODE_PROMPT // batch] * batch
+        lengths, tokens = [_DECODE_PROMPT // batch] * batch, self._decoded[batch]
         first, _ = self._generate(lengths, 1)
-        all_of_them, _ = self._generate(lengths, 1 + _DECODED)
-        return (all_of_them - first) / _DECODED
+        all_of_them, _ = self._generate(lengths, 1 + tokens)
+        return (all_of_them - first) / tokens
 
     def answers(self) -> list[dict[str, Any]]:
         """Tokens and log-probabilities of a few prompts."""

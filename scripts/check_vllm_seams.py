@@ -48,6 +48,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_MOE}/__init__.py": ("get_config()", "override_config(config)"),
     f"{_MOE}/fused_moe.py": ("try_get_optimal_moe_config(w1_shape, w2_shape, top_k, dtype, M, block_shape)",),
     f"{_MOE}/experts/triton_moe.py": ("TritonExperts",),
+    "vllm/model_executor/layers/quantization/base_config.py": ("QuantizeMethodBase.process_weights_after_loading",),
+    "vllm/model_executor/layers/logits_processor.py": ("LogitsProcessor", "LogitsProcessor.forward"),
+    "vllm/model_executor/models/transformers/moe.py": ("TransformersMoERunner",),
     "vllm/forward_context.py": ("ForwardContext.attn_metadata", "get_forward_context()", "is_forward_context_available()"),
     "vllm/config/parallel.py": (
         "ParallelConfig.enable_eplb",
@@ -57,7 +60,13 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "ParallelConfig.data_parallel_size",
         "ParallelConfig.enable_expert_parallel",
     ),
-    "vllm/config/model.py": ("ModelConfig.enable_sleep_mode", "ModelConfig.enforce_eager", "ModelConfig.quantization"),
+    "vllm/config/model.py": (
+        "ModelConfig.enable_sleep_mode",
+        "ModelConfig.enforce_eager",
+        "ModelConfig.quantization",
+        "ModelConfig.is_moe",
+        "ModelConfig.model",
+    ),
     "vllm/config/offload.py": (
         "OffloadConfig.offload_backend",
         "OffloadConfig.uva",

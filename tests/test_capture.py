@@ -433,3 +433,15 @@ def test_settling_waits_for_replays(prompts: bool) -> None:
         with device.watching():
             block.view(torch.float32).mul_(2)
     assert device.races() == []
+
+
+def test_after_a_capture_what_was_seen_before_counts_as_made_up() -> None:
+    """Whoever captures graphs warms up with tokens that are all alike."""
+    model, device = small("batched_mm"), CapturingDevice()
+    scheduler = enable_expert_prefetch(model, device=device).expert_prefetch
+    logits(model, one, device)
+    scheduler.begin_anew()
+    logits(model, one, device)
+    assert not scheduler.is_new
+    logits(model, one, device, captured=True)
+    assert scheduler.is_new

@@ -16,7 +16,7 @@ from hf_prefetch.integrations.vllm import register
 from hf_prefetch.integrations.vllm.banks import LayerBank
 from hf_prefetch.integrations.vllm.hook import LayerHook
 from hf_prefetch.integrations.vllm.options import OPTIONS, options_of
-from hf_prefetch.integrations.vllm.refusals import KERNELS, refuse_config, refuse_layer, warn_untried
+from hf_prefetch.integrations.vllm.refusals import KERNELS, REMEDIES, refuse_config, refuse_layer, warn_untried
 from hf_prefetch.integrations.vllm.versions import NEWEST, OLDEST, SUPPORTED, unsupported
 from hf_prefetch.layout import BankLayout
 
@@ -171,6 +171,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         ({"parallel_config__data_parallel_size": 2}, "data_parallel_size"),
         ({"parallel_config__enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"lora_config": object()}, "enable_lora"),
+        ({"speculative_config": SimpleNamespace(method="ngram")}, "method ngram"),
         ({"model_config__quantization": "fp8"}, "quantization=fp8"),
         ({"model_config__enforce_eager": False}, "CUDA graphs"),
     ],
@@ -233,3 +234,9 @@ def test_other_ids_have_the_type_of_the_calls_own() -> None:
     (_, _, ids), _ = bank.with_ids(arguments, {}, torch.tensor([[1, 0]]))
     assert ids.dtype is torch.int32
     assert ids.tolist() == [[1, 0]]
+
+
+def test_remedies_are_those_of_engines() -> None:
+    told = " ".join(vars(REMEDIES).values())
+    for elsewhere in ("enable_expert_prefetch", "disable_expert_prefetch", "set_experts_implementation", "transformers"):
+        assert elsewhere not in told

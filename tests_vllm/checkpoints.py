@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from models import build, build_tokenizer
 
-__all__ = ["FAMILIES", "LAYERS", "write"]
+__all__ = ["DENSE", "FAMILIES", "LAYERS", "write"]
+
+# No family of models with experts.
+DENSE = "dense"
 
 _HEADS: dict[str, Any] = {"head_dim": 32}
 # Multi-head latent attention wants DeepSeek's own widths.
@@ -43,7 +47,14 @@ LAYERS = {"qwen3_moe": 7, "mixtral": 5, "gpt_oss": 7, "deepseek_v2": 5}
 
 
 def write(family: str, folder: Path) -> Path:
-    """Save a checkpoint of a family with its tokenizer. Returns the folder."""
-    build(family, torch.bfloat16, changes=_CHANGES[family]).save_pretrained(folder)
+    """Save a checkpoint of a family, or of a model without experts, with its tokenizer. Returns the folder."""
+    model = _dense() if family == DENSE else build(family, torch.bfloat16, changes=_CHANGES[family])
+    model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder
+
+
+def _dense() -> Qwen3ForCausalLM:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, **_HEADS}
+    widths = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    return Qwen3ForCausalLM(Qwen3Config(**widths, **heads, tie_word_embeddings=False)).to(torch.bfloat16)

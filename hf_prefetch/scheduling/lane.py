@@ -24,6 +24,7 @@ from .observer import Observer
 from .plan import LookaheadOrder
 from .policy import LOOKAHEAD, depth_in_acquire, is_small
 from .refusals import raise_no_room, raise_not_warm, warn_no_cache, warn_small_cache
+from .remedies import Remedies
 from .replacement import Replacement
 from .residency import cache_rows
 
@@ -61,6 +62,7 @@ class Lane:
         counters: what is counted.
         slots: how many slots there are to be.
         cache_budget: device memory for the row caches, in bytes.
+        remedies: what to tell users.
 
     Attributes:
         slots: how many there are to be.
@@ -78,11 +80,13 @@ class Lane:
         *,
         slots: int,
         cache_budget: int,
+        remedies: Remedies,
     ) -> None:
         self.device = device
         # Where calls compute with memory of their own, that takes the place of one slot: none is ever read for long.
         self.opens = all(bank.opens for bank in banks)
         self.slots = slots - self.opens
+        self._remedies = remedies
         self.looks_ahead = device.overlaps
         self.announced = False
         self.observer = Observer(device)
@@ -159,7 +163,7 @@ class Lane:
         warnings.warn(
             f"hf_prefetch: {self.slots} slots of {self.ring.slot_nbytes / 2**20:,.0f} MiB do not fit on {self.device.name};"
             " prefetching is off and every expert bank is copied when it is needed: slower, with the same output. "
-            "To get it back, free device memory or take fewer slots, then call enable_expert_prefetch again.",
+            f"To get it back, {self._remedies.again}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -186,7 +190,7 @@ class Lane:
         try:
             self.ring.grow(len(self.ring) + 1)
         except torch.OutOfMemoryError as error:
-            raise_no_room(self.device, bank, error)
+            raise_no_room(self.device, bank, self._remedies, error)
         fill()
 
     def wants_rows(self, bank: ExpertBank, routed_ids: int | None, gate: int, *, can_route: bool) -> bool:
@@ -285,7 +289,7 @@ class Lane:
         told = self._counters.unused_cache or self._counters.shrunk
         if self.caches.rows > 0 and self.caches.of(bank.index) is None and not told:
             self._counters.unused_cache = True
-            warn_no_cache(bank)
+            warn_no_cache(bank, self._remedies)
 
     def cache_of(self, bank: ExpertBank) -> RowCache | None:
         """A bank's cache, made now if it is not there; None if there is no room for one, which is said once."""

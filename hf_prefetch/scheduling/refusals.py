@@ -10,6 +10,7 @@ import torch
 from ..bank import ExpertBank
 from ..sizes import at_least, shown
 from ..streams import StreamDevice
+from .remedies import Remedies
 
 __all__ = ["raise_no_room", "raise_not_warm", "warn_no_cache", "warn_small_cache"]
 
@@ -22,12 +23,12 @@ def raise_not_warm(bank: ExpertBank) -> NoReturn:
     )
 
 
-def raise_no_room(device: StreamDevice, bank: ExpertBank, error: Exception) -> NoReturn:
+def raise_no_room(device: StreamDevice, bank: ExpertBank, remedies: Remedies, error: Exception) -> NoReturn:
     """Not one slot fits."""
     raise torch.OutOfMemoryError(
         f"{bank.name} needs {bank.nbytes / 2**20:,.0f} MiB on {device.name} for one slot, and there is no room for it. "
-        "Free device memory (a shorter prompt, a smaller batch, an offloaded KV cache, other processes) or run the model on "
-        "another device with enable_expert_prefetch(model, device=...)."
+        "Free device memory (a shorter prompt, a smaller batch, an offloaded KV cache, other processes) or "
+        f"{remedies.elsewhere}"
     ) from error
 
 
@@ -41,12 +42,10 @@ def warn_small_cache(budget: int, rows: int, needed: int, least: int) -> None:
     )
 
 
-def warn_no_cache(bank: ExpertBank) -> None:
+def warn_no_cache(bank: ExpertBank, remedies: Remedies) -> None:
     """Experts that can't be given other ids can't be read from a cache."""
     warnings.warn(
-        f"hf_prefetch: expert_cache is not used for {bank.name}: only experts that transformers runs as batched_mm or "
-        "grouped_mm can be read from a cache. Call model.set_experts_implementation('batched_mm'), if the model has it, or "
-        "leave expert_cache out.",
+        f"hf_prefetch: expert_cache is not used for {bank.name}: only {remedies.cache}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -32,6 +32,7 @@ from ..streams import StreamDevice
 from ..timeline import Timeline
 from .lane import Handout, Lane
 from .policy import Path, choose_path
+from .remedies import OF_MODELS, Remedies
 
 __all__ = ["PrefetchScheduler"]
 
@@ -43,17 +44,25 @@ class PrefetchScheduler:
         config: the options it was made with.
         banks: the model's host-resident banks; `resident` is the number of the others.
         store: where their bytes are in host memory.
+        remedies: what to tell users.
         lock: held by a hook from `acquire` to `release`, so that threads that share a model take turns.
-        is_new: whether `begin_anew` was never called.
+        is_new: whether `begin_anew` was never called, or a graph was captured since.
         finalizer: what happens when the model is deleted without `disable_expert_prefetch`.
     """
 
     finalizer: weakref.finalize[..., Any]
 
     def __init__(
-        self, config: PrefetchConfig, store: HostStore, devices: dict[ExpertBank, StreamDevice], *, resident: int = 0
+        self,
+        config: PrefetchConfig,
+        store: HostStore,
+        devices: dict[ExpertBank, StreamDevice],
+        *,
+        resident: int = 0,
+        remedies: Remedies = OF_MODELS,
     ) -> None:
         self.config = config
+        self.remedies = remedies
         self.resident = resident
         self.banks = tuple(devices)
         self.lock = threading.RLock()
@@ -125,6 +134,8 @@ class PrefetchScheduler:
             self._computing_since[bank.index] = end
         self.counters.count_call(bank.index, path.value, lane.device, begin, end)
         self._is_leased |= capturing and not self._in_compiled_code
+        # What runs before a capture is made up as well.
+        self.is_new |= capturing
         return handout
 
     def release(self, bank: ExpertBank) -> None:
@@ -185,8 +196,8 @@ class PrefetchScheduler:
         for device in devices.values():
             if device not in lanes:
                 banks = [bank for bank in self.banks if devices[bank] is device]
-                budget = self.config.cache_budget
-                lanes[device] = Lane(device, banks, self.store, self.counters, slots=self.config.slots, cache_budget=budget)
+                sizes: Any = {"slots": self.config.slots, "cache_budget": self.config.cache_budget}
+                lanes[device] = Lane(device, banks, self.store, self.counters, **sizes, remedies=self.remedies)
         return {bank: lanes[device] for bank, device in devices.items()}
 
     def _path(
@@ -211,15 +222,11 @@ class PrefetchScheduler:
 
     def _check_usable(self, bank: ExpertBank, *, capturing: bool, can_route: bool) -> None:
         if self._closed:
-            raise RuntimeError(
-                "These experts belong to a model whose prefetching has ended: another thread has disabled it, or the model "
-                "that enable_expert_prefetch was called on is gone. Keep that object alive while any part of it is used."
-            )
+            raise RuntimeError(f"These experts belong to a model whose prefetching has ended: {self.remedies.ended}")
         if capturing and not (can_route and self._lane_of[bank].can_be_captured(bank)):
             raise RuntimeError(
                 f"A CUDA graph can't be captured over the experts of {bank.name}: that takes page-locked host memory, Triton, "
-                "and one of the experts implementations eager, batched_mm and grouped_mm. Run this part without capture, or "
-                "call disable_expert_prefetch(model) first."
+                f"and {self.remedies.captured}. {self.remedies.uncaptured}"
             )
 
     # -- reports and the end --------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from ...sizes import shown
 from ...streams import StreamDevice, stream_device
 from .banks import LayerBank, bank_of
 from .hook import LayerHook
-from .refusals import refuse, refuse_layer
+from .refusals import REMEDIES, refuse, refuse_layer
 
 __all__ = ["prefetch_layers"]
 
@@ -70,7 +70,8 @@ def prefetch_layers(layers: Sequence[Any], config: PrefetchConfig, device: torch
         store = HostStore(config.pin_budget)
         try:
             prefetched = _move(host, store, config, home)
-            scheduler = PrefetchScheduler(config, store, dict.fromkeys(prefetched, home), resident=len(banks) - len(host))
+            resident = len(banks) - len(host)
+            scheduler = PrefetchScheduler(config, store, dict.fromkeys(prefetched, home), resident=resident, remedies=REMEDIES)
         except BaseException:
             store.close()
             raise

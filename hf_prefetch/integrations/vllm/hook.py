@@ -19,6 +19,8 @@ class LayerHook(ExpertPrefetchHook):
     """The same calls as those of the other floor: only how a call shows its experts, and what is renumbered, is vLLM's own."""
 
     bank: LayerBank
+    # Of the weights' bytes, see `StoredBank.version`.
+    _version: tuple[int, ...] | None = None
 
     def forward(self, layer: Any, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Call a layer.
@@ -56,4 +58,12 @@ class LayerHook(ExpertPrefetchHook):
                 f"{self.bank.name}.{name} was replaced after its experts had gone to host memory (reload_weights, a weight "
                 "transfer), so the device would get the old weights. Weights of an engine with hf_prefetch can't be reloaded: "
                 "make a new one."
+            )
+        version = self.scheduler.store[self.bank].version
+        self._version = self._version or version
+        if version != self._version:
+            # Calls see that, and replayed graphs do not.
+            raise RuntimeError(
+                f"Weights of {self.bank.name} were written to after its experts had gone to host memory (reload_weights, a "
+                "weight transfer). Weights of an engine with hf_prefetch can't be reloaded: make a new one."
             )

@@ -3,7 +3,9 @@
 [Note: which layers are found]
 An experts layer (`RoutedExperts`, or a class of a model's own beneath it) is held by a runner (`MoERunner`, or again another).
 vLLM lets plugins put a class in the place of each of the two by its name, so one of ours is met unless a model brings classes
-of its own for both.
+of its own for both. Of vLLM's own models those of its transformers backend do, whose runner has a class of ours as well. That
+others bring both, or that there are no experts at all, shows where a model makes its logits: that layer is the last one that
+almost any model has, and in its place is one of ours too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.models.transformers.moe import TransformersMoERunner
 
 from ...config import PrefetchConfig
 from ...report import Report
@@ -26,10 +30,10 @@ from .engine import prefetch_layers
 from .hook import LayerHook
 from .metrics import publish
 from .options import options_of
-from .refusals import refuse, refuse_config, refuse_layer, warn_untried
+from .refusals import LEAVE_OUT, refuse, refuse_config, refuse_layer, warn_untried
 from .versions import unsupported
 
-__all__ = ["PrefetchedMoERunner", "PrefetchedRoutedExperts", "Stand", "stands_of", "worker_report"]
+__all__ = ["LAYERS", "Stand", "stands_of", "worker_report"]
 
 # Of RoutedExperts.forward_modular.
 _ARGUMENTS = ("x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input")
@@ -49,6 +53,39 @@ class PrefetchedMoERunner(MoERunner):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _take(self.routed_experts)
+
+
+class PrefetchedTransformersMoERunner(TransformersMoERunner):  # type: ignore[misc]
+    """The same of vLLM's transformers backend."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _take(self.routed_experts)
+
+
+class WatchfulLogitsProcessor(LogitsProcessor):  # type: ignore[misc]
+    """`LogitsProcessor` that sees to it that an engine that asks for prefetching has layers that are prefetched."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        engine = get_current_vllm_config()
+        if options_of(engine.additional_config) is None:
+            return
+        if not stands_of(engine) and not engine.model_config.is_moe:
+            refuse([f"{engine.model_config.model} has no experts: {LEAVE_OUT}"])
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Only now are all layers there: some models make this one first. Other workers may have layers that this one lacks.
+            if not stands_of(engine) and engine.parallel_config.pipeline_parallel_size == 1:
+                refuse([f"{engine.model_config.model} has shown vLLM no experts layers: {LEAVE_OUT}"])
+            del self.forward
+            return self.forward(*args, **kwargs)
+
+        self.forward = forward
+
+
+# Ours, each in the place of the class of vLLM's that it derives from.
+LAYERS = (PrefetchedRoutedExperts, PrefetchedMoERunner, PrefetchedTransformersMoERunner, WatchfulLogitsProcessor)
 
 
 def _take(layer: Any) -> None:
@@ -120,6 +157,8 @@ class Stand:
             for parameter in hook.bank.parameters.values():
                 # vLLM's own keeps the layer, and whoever keeps a bank must not.
                 parameter.weight_loader = functools.partial(_refuse_weights, hook.bank.name)  # type: ignore[attr-defined]
+            # Where vLLM loads into new Parameters with the loaders of old, and has the kernel's form of them written here.
+            self.layer.quant_method.process_weights_after_loading = functools.partial(_refuse_weights, hook.bank.name)
 
 
 def _refuse_weights(name: str, *args: Any, **kwargs: Any) -> None:
@@ -137,7 +176,8 @@ def stands_of(engine: Any) -> list[Stand]:
     layers = [known[name].routed_experts for name in engine.compilation_config.static_all_moe_layers]
     for layer in layers:
         if not hasattr(layer, "prefetching"):
-            refuse([f"{layer.layer_name} and its runner are of classes of the model's own ({type(layer).__name__})."])
+            kind = type(layer).__name__
+            refuse([f"{layer.layer_name} and its runner are of classes of the model's own ({kind}): {LEAVE_OUT}"])
     return [layer.prefetching for layer in layers]
 
 
@@ -160,6 +200,12 @@ def _set_up(engine: Any, options: PrefetchConfig, device: torch.device) -> None:
 
 
 def _begin_serving(scheduler: PrefetchScheduler) -> None:
-    """At the first call with requests in it: what was seen before, of made-up tokens that are all alike, is no guide."""
-    if scheduler.is_new and is_forward_context_available() and get_forward_context().attn_metadata is not None:
+    """At the first call with requests in it: what was seen before, of made-up tokens that are all alike, is no guide.
+
+    Calls that vLLM makes before it captures a graph, to warm up, look like calls with requests. So this comes once more after
+    each of these, and not in a capture, which would replay it.
+    """
+    if not scheduler.is_new or not is_forward_context_available() or get_forward_context().attn_metadata is None:
+        return
+    if not scheduler.is_capturing():
         scheduler.begin_anew()

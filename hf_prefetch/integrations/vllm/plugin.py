@@ -12,7 +12,7 @@ _log = logging.getLogger("vllm.hf_prefetch")
 
 
 def register() -> None:
-    """Put our classes in the place of vLLM's `RoutedExperts` and `MoERunner`. Idempotent.
+    """Put our classes in the place of vLLM's experts layers, and of what makes logits. Idempotent.
 
     Nothing is raised here, where engines that don't ask for prefetching begin as well: where it can't be had, an engine that
     asks for it is told so when its layers are made, or, where vLLM has no such layers, in the log.
@@ -21,14 +21,14 @@ def register() -> None:
         import vllm
         from vllm.model_executor.custom_op import op_registry_oot
 
-        from .layers import PrefetchedMoERunner, PrefetchedRoutedExperts
+        from .layers import LAYERS
     except ImportError as error:
         _log.warning(
             "hf_prefetch: experts can't be prefetched, whatever additional_config says: this vLLM lacks what that takes (%s). "
             "It works with %s.", error, SUPPORTED,
         )  # fmt: skip
         return
-    for ours in (PrefetchedRoutedExperts, PrefetchedMoERunner):
+    for ours in LAYERS:
         (theirs,) = ours.__bases__
         taken = op_registry_oot.get(theirs.__name__)
         if taken is None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-__all__ = ["KERNELS", "refuse", "refuse_config", "refuse_layer", "warn_untried"]
+from ...scheduling.remedies import Remedies
+
+__all__ = ["KERNELS", "LEAVE_OUT", "REMEDIES", "refuse", "refuse_config", "refuse_layer", "warn_untried"]
 
 _log = logging.getLogger("vllm.hf_prefetch")
 
@@ -18,7 +20,20 @@ _log = logging.getLogger("vllm.hf_prefetch")
 KERNELS = ("TritonExperts", "CPUUnquantizedExperts", "X86CPUUnquantizedExperts", "ArmCPUUnquantizedExperts")
 # Drafts that are no models.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix")
-_LEAVE_OUT = "Leave that option out, or leave hf_prefetch out of additional_config."
+LEAVE_OUT = "leave hf_prefetch out of additional_config."
+
+REMEDIES = Remedies(
+    again="make a new engine with fewer slots, or with more room on the device (a lower gpu_memory_utilization).",
+    elsewhere="spread the model over more devices (tensor_parallel_size, pipeline_parallel_size).",
+    cache=(
+        "experts that may be numbered otherwise can be read from a cache, which those of this layer may not. Leave "
+        "expert_cache out."
+    ),
+    ended="its engine is gone. Keep it for as long as any part of its model is used.",
+    captured="a kernel that is given expert ids",
+    uncaptured="Pass enforce_eager=True.",
+    kernel='take another kernel (moe_backend="triton") or leave hf_prefetch out of additional_config, in a new engine.',
+)
 
 
 def refuse(reasons: list[str]) -> None:
@@ -33,7 +48,8 @@ def refuse(reasons: list[str]) -> None:
 
 def refuse_config(config: Any, parallel: Any) -> None:
     """Refuse what the config of an engine (`VllmConfig`) shows, and that of its experts (`FusedMoEParallelConfig`)."""
-    refuse([f"{option}: {why} {_LEAVE_OUT}" for option, why in _conflicts(config, parallel)] + _compiled_on_cpu(config))
+    found = [f"{option}: {why} Leave that option out, or {LEAVE_OUT}" for option, why in _conflicts(config, parallel)]
+    refuse(found + _compiled_on_cpu(config))
 
 
 def _conflicts(config: Any, parallel: Any) -> list[tuple[str, str]]:
@@ -63,12 +79,13 @@ def _conflicts(config: Any, parallel: Any) -> list[tuple[str, str]]:
 
 def warn_untried(config: Any) -> None:
     """Name what an engine's config (`VllmConfig`) asks for that this plugin was built for and has never run with."""
-    engine = config.parallel_config
+    engine, draft = config.parallel_config, config.speculative_config
     untried = {
         "pipeline_parallel_size": engine.pipeline_parallel_size > 1,
         "data_parallel_size": engine.data_parallel_size > 1,
         "enable_expert_parallel": engine.enable_expert_parallel,
         "enable_lora": config.lora_config is not None,
+        f"speculative_config (method {getattr(draft, 'method', None)})": draft is not None,
         f"quantization={config.model_config.quantization}": config.model_config.quantization is not None,
         "CUDA graphs (enforce_eager=False)": config.device_config.device_type != "cpu"
         and not config.model_config.enforce_eager,
