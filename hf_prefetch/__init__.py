@@ -1,9 +1,9 @@
 """Run Mixture-of-Experts models bigger than the GPU: experts stay in host memory and reach the GPU ahead of use."""
 
 from .api import disable_expert_prefetch, enable_expert_prefetch
-from .loading import from_pretrained
+from .checkpoints.loading import from_pretrained
+from .checkpoints.saving import save_packed
 from .report import Report
-from .saving import save_packed
 from .scheduling.scheduler import PrefetchScheduler
 
 __all__ = [

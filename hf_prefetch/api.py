@@ -13,24 +13,24 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .bank import ExpertBank
+from .banks.bank import ExpertBank
 from .config import DEFAULT_SLOTS, PrefetchConfig
 from .discovery import Discovery, find_banks, one_of_each
-from .ending import end_with
-from .guards import guard, unguard
-from .homes import Device, Homes, choose_homes
 from .hooks import ExpertPrefetchHook, announce, attach, detach, hook_of
-from .kept import IN_MEMORY, Files, Kept
-from .measuring import chooses_packing
 from .memory.ledger import Purpose
 from .memory.store import HostStore, Load, copy_value
-from .packed import laid_out, pack_bank, unpack_bank
-from .placement import DeviceMap, Placement, TakenHooks
+from .model.ending import end_with
+from .model.guards import guard, unguard
+from .model.homes import Device, Homes, choose_homes
+from .model.kept import IN_MEMORY, Files, Kept
+from .model.measuring import chooses_packing
+from .model.packed import laid_out, pack_bank, unpack_bank
+from .model.placement import DeviceMap, Placement, TakenHooks
+from .model.undo import Undo
+from .model.unready import unready
 from .progress import byte_progress
 from .scheduling.scheduler import PrefetchScheduler
 from .streams import StreamDevice
-from .undo import Undo
-from .unready import unready
 
 __all__ = ["disable_expert_prefetch", "enable", "enable_expert_prefetch"]
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from .cli_options import (
+from .command.cli_options import (
     Device,
     ExpertCache,
     GpuMemory,
@@ -35,9 +35,9 @@ from .cli_options import (
     one_line,
     refusing,
 )  # fmt: skip
+from .command.pretrained import files_of, load_enabled, load_model, load_tokenizer
 from .config import DEFAULT_SLOTS
 from .memory.packed_files import is_packed
-from .pretrained import files_of, load_enabled, load_model, load_tokenizer
 from .streams import stream_device
 
 __all__ = ["app", "main"]
@@ -116,7 +116,7 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="A file to write the numbers to as well.")] = None,
 ) -> None:
     """Measure a model with prefetching off (if all of it fits on the device) and on: speed, memory and equal logits."""
-    from .bench import Bench
+    from .command.bench import Bench
 
     options = {"n_cpu_moe": n_cpu_moe, "gpu_memory": gpu_memory, "expert_cache": expert_cache, "pin_memory": pin_memory}
     config, home = config_of(prefetch_experts_slots, pack=pack, **options), stream_device(device)
@@ -147,8 +147,8 @@ def pack(
     device: Device = None,
 ) -> None:
     """Show what lossless packing makes of a model's bfloat16 experts, prove that every bit comes back, write it to disk."""
-    from .saving import pack_checkpoint
-    from .verification import verify as check
+    from .checkpoints.saving import pack_checkpoint
+    from .command.verification import verify as check
 
     if not verify and out is None:
         raise typer.BadParameter("give --verify to see what it would do, --out FOLDER to write it, or both", param_hint="--out")

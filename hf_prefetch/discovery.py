@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .attributes import tensors_beside
-from .bank import ExpertBank
-from .candidates import Candidate, candidate_of, in_no_layout, is_stack, passes_on
-from .forms import parts_of
-from .layout import BankLayout
+from .banks.attributes import tensors_beside
+from .banks.bank import ExpertBank
+from .banks.candidates import Candidate, candidate_of, in_no_layout, is_stack, passes_on
+from .banks.forms import parts_of
+from .banks.layout import BankLayout
 
 __all__ = [
     "Discovery",

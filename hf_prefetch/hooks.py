@@ -20,14 +20,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from .bank import ExpertBank
+from .banks.bank import ExpertBank
+from .banks.forms import can_open, parts_of
+from .calls.guarded import GuardedRows, Present
+from .calls.remains import kept_views, versions
+from .calls.tracing import opaque, traceable
 from .discovery import implementation_of, is_decorated, reads_only_routed_rows, takes_other_ids
-from .forms import can_open, parts_of
-from .guarded import GuardedRows, Present
 from .ops import refuse_export
-from .remains import kept_views, versions
 from .scheduling.scheduler import PrefetchScheduler
-from .tracing import opaque, traceable
 
 __all__ = ["ExpertPrefetchHook", "all_or_nothing", "announce", "attach", "detach", "flatten", "hook_of", "put_on"]
 

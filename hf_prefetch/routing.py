@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .bank import ExpertBank
+from .banks.bank import ExpertBank
 from .discovery import find_banks
 
 __all__ = ["RoutingInjection", "RoutingTrace", "inject_routing", "record_routing"]

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from bench_models import Subject
-from hf_prefetch.bank import ExpertBank
+from hf_prefetch.banks.bank import ExpertBank
 from hf_prefetch.discovery import find_banks
 from hf_prefetch.routing import RoutingInjection, inject_routing
 from routing_synthetic import PROFILES, RoutingProfile, synthetic_ids

@@ -20,10 +20,10 @@ from collections.abc import Callable
 import torch
 
 from bench_host import PinnedBlock
+from hf_prefetch.banks.layout import BankLayout
 from hf_prefetch.device.kernels import gather_rows, list_experts
 from hf_prefetch.device.unpacking import unpack_rows
 from hf_prefetch.device.uploads import uploaded
-from hf_prefetch.layout import BankLayout
 from hf_prefetch.memory.packing import PART_NBYTES, PackedRows, pack
 from hf_prefetch.streams import stream_device
 

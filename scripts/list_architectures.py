@@ -24,7 +24,7 @@ import transformers
 import test_architectures
 from architectures import ABSENT, ARCHITECTURES, build, run
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
-from hf_prefetch.bank import ExpertBank
+from hf_prefetch.banks.bank import ExpertBank
 from hf_prefetch.discovery import find_banks
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "architectures.md"

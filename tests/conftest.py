@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import hf_prefetch.homes
+import hf_prefetch.model.homes
 from hf_prefetch.config import PrefetchConfig
 from hf_prefetch.testing import FakeDevice
 from models import PACKED
@@ -91,5 +91,5 @@ def deterministic(device: torch.device) -> Iterator[None]:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """The device on which dispatched models compute here."""
     device = FakeDevice()
-    monkeypatch.setattr(hf_prefetch.homes, "stream_device", lambda place: device)
+    monkeypatch.setattr(hf_prefetch.model.homes, "stream_device", lambda place: device)
     return device

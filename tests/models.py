@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from hf_prefetch import Report, disable_expert_prefetch, enable_expert_prefetch
-from hf_prefetch.forms import parts
+from hf_prefetch.banks.forms import parts
 
 VOCABULARY = 128
 EXPERTS = 8

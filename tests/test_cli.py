@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_prefetch.cli import _streamer, main
+from hf_prefetch.command.pretrained import load_model
 from hf_prefetch.demo import demo_model_path, load_demo_model, load_demo_tokenizer
 from hf_prefetch.memory.packing import unpack
-from hf_prefetch.pretrained import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "hf_prefetch"]
@@ -296,7 +296,7 @@ def test_pack_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (folder / "model.safetensors").unlink()
     assert main(["pack", str(folder), "--verify", *ON_CPU]) == 1
     assert "no safetensors files" in complaint(capsys.readouterr().err)
-    monkeypatch.setattr("hf_prefetch.packed_weights.unpack", lambda packed: unpack(packed).neg())
+    monkeypatch.setattr("hf_prefetch.model.packed_weights.unpack", lambda packed: unpack(packed).neg())
     assert main(["pack", "demo", "--verify", *ON_CPU]) == 1
     assert "NOT the same in model.layers.0" in capsys.readouterr().out
 

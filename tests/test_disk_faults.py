@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-import hf_prefetch.kept as kept
 import hf_prefetch.memory.loading as reading
+import hf_prefetch.model.kept as kept
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained
 from hf_prefetch.memory import written as writing
 from hf_prefetch.memory.disk import FileSource

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from hf_prefetch.discovery import find_banks
 from hf_prefetch.hooks import ExpertPrefetchHook, flatten, hook_of
-from hf_prefetch.placement import DeviceMap
+from hf_prefetch.model.placement import DeviceMap
 from hf_prefetch.testing import FakeDevice
 from models import GATE, Snapshot, bank_bytes, build, experts_of, prompt
 

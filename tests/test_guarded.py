@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, hooks
-from hf_prefetch.guarded import GuardedRows, Present
+from hf_prefetch.calls.guarded import GuardedRows, Present
 from hf_prefetch.testing import FakeDevice, RaceChecker
 from models import Snapshot
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_prefetch.layout import ALIGNMENT, BankLayout, is_dense
+from hf_prefetch.banks.layout import ALIGNMENT, BankLayout, is_dense
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn, torch.int64])
 shapes = st.lists(st.integers(1, 5), min_size=2, max_size=3)

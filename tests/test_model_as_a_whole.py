@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_prefetch import Report, disable_expert_prefetch, enable_expert_prefetch
-from hf_prefetch.guards import guard
+from hf_prefetch.model.guards import guard
 from hf_prefetch.testing import FakeDevice
 from models import GATE, Snapshot, bank_bytes, build, experts_of, prompt
 

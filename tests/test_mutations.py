@@ -235,7 +235,7 @@ def test_a_missing_ordering_is_noticed(name: str, line: int, scheduler_with) -> 
 def test_ordering_lives_in_three_files() -> None:
     """No other file of the package waits, records or synchronises, so nothing escapes the test above."""
     # The benchmark and the timeline read a clock of the device, which orders nothing.
-    elsewhere = {"streams.py", "device/slots.py", "device/cache.py", "device/staging.py", "bench.py", "timeline.py"}
+    elsewhere = {"streams.py", "device/slots.py", "device/cache.py", "device/staging.py", "command/bench.py", "timeline.py"}
     elsewhere.add("device/uploads.py")  # whose lines test_uploads.py takes out
     root = Path(hf_prefetch.__file__).parent
     for path in root.rglob("*.py"):

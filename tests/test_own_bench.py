@@ -1,4 +1,4 @@
-"""hf_prefetch.bench where a device answers otherwise than the CPU: no room for the whole model, or none for a prompt."""
+"""The command `bench` where a device answers otherwise than the CPU: no room for the whole model, or none for a prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_prefetch.bench import Bench
+from hf_prefetch.command.bench import Bench
 from hf_prefetch.config import PrefetchConfig
 from hf_prefetch.demo import load_demo_model
 from hf_prefetch.streams import stream_device

@@ -17,9 +17,9 @@ from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pr
 from hf_prefetch.demo import demo_model_path, load_demo_model
 from hf_prefetch.discovery import find_banks
 from hf_prefetch.hooks import flatten
-from hf_prefetch.measuring import chooses_packing, measure
 from hf_prefetch.memory.packing import PackedRows, pack
-from hf_prefetch.packed import PackedWeights
+from hf_prefetch.model.measuring import chooses_packing, measure
+from hf_prefetch.model.packed import PackedWeights
 from hf_prefetch.scheduling.packing import Rates, packing_pays
 from hf_prefetch.streams import stream_device
 from hf_prefetch.testing import FakeDevice, RaceChecker
@@ -324,7 +324,7 @@ def test_experts_that_accelerate_has_offloaded(
     """Taken over, packed, and given back as they were; accelerate keeps no second copy meanwhile."""
     model, ids, device = build("mixtral", torch.bfloat16), prompt(LONG), FakeDevice()
     model.set_experts_implementation("batched_mm")
-    monkeypatch.setattr("hf_prefetch.homes.stream_device", lambda place: device)
+    monkeypatch.setattr("hf_prefetch.model.homes.stream_device", lambda place: device)
     expected = outcome(model, ids)
     dispatch(model, tmp_path)
     hooks, away = hooks_of(model), list(offloaded(model))
@@ -374,7 +374,7 @@ def test_an_interrupt_while_weights_are_packed_undoes_it(number: int, monkeypatc
             raise KeyboardInterrupt
         return pack(rows)
 
-    monkeypatch.setattr("hf_prefetch.packed.pack", interrupted)
+    monkeypatch.setattr("hf_prefetch.model.packed.pack", interrupted)
     device = FakeDevice()
     with pytest.raises(KeyboardInterrupt):
         enable_expert_prefetch(model, device=device, pack=True, progress=False)
@@ -406,7 +406,7 @@ def test_what_pays(link: float, unpack: float, *, pays: bool) -> None:
 def test_auto_is_off_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """And where there is one, what was measured decides."""
     model = model_of()
-    monkeypatch.setattr("hf_prefetch.measuring.measure", lambda *_, **__: pytest.fail("nothing to measure"))
+    monkeypatch.setattr("hf_prefetch.model.measuring.measure", lambda *_, **__: pytest.fail("nothing to measure"))
     enable_expert_prefetch(model, device=FakeDevice(), pack="auto", progress=False)
     assert not packed_parameters(model)
     assert model.expert_prefetch.config.pack is None
@@ -432,8 +432,8 @@ def test_auto_is_off_where_there_is_no_room_to_measure(monkeypatch: pytest.Monke
         raise torch.OutOfMemoryError
 
     trimmed: list[FakeDevice] = []
-    monkeypatch.setattr("hf_prefetch.measuring.measure", full)
-    monkeypatch.setattr("hf_prefetch.measuring.triton_is_there", lambda: True)
+    monkeypatch.setattr("hf_prefetch.model.measuring.measure", full)
+    monkeypatch.setattr("hf_prefetch.model.measuring.triton_is_there", lambda: True)
     monkeypatch.setattr(FakeDevice, "trim", lambda self: trimmed.append(self))
     device = FakeDevice()
     device.device = torch.device("cuda", 0)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
-from hf_prefetch.packed import PackedWeights
+from hf_prefetch.model.packed import PackedWeights
 from models import build, prompt
 
 NAME = "model.layers.1.mlp.experts.down_proj"

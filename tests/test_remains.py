@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
-from hf_prefetch.remains import kept_views
+from hf_prefetch.calls.remains import kept_views
 from hf_prefetch.testing import FakeDevice
 from models import Snapshot
 from test_guarded import EXPERTS, WIDTH, Experts, model_of

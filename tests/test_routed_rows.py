@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from apart import run_apart
 from hf_prefetch import enable_expert_prefetch
-from hf_prefetch.layout import BankLayout
+from hf_prefetch.banks.layout import BankLayout
 from hf_prefetch.testing import FakeDevice
 from models import build, prompt
 from streaming import Streaming
@@ -20,7 +20,7 @@ from streaming import Streaming
 KERNEL_CHECK = """
 import sys, torch
 from hf_prefetch.device.kernels import gather_rows, list_experts
-from hf_prefetch.layout import BankLayout
+from hf_prefetch.banks.layout import BankLayout
 device = torch.device(sys.argv[1])
 generator = torch.Generator().manual_seed(0)
 for rows, ids in [(5, [3]), (5, [0, 4, 4, 0]), (8, [[7, 1], [1, 2], [9, 3]]), (2, [0, 1]), (16, [5] * 7 + [-1, 16, 15])]:

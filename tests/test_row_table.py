@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apart import run_apart
+from hf_prefetch.banks.layout import BankLayout
 from hf_prefetch.device.table import Assignment, RowTable
-from hf_prefetch.layout import BankLayout
 from hf_prefetch.scheduling.replacement import EMPTY, CacheState, Placement, Replacement
 from hf_prefetch.streams import stream_device
 

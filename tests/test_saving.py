@@ -23,7 +23,7 @@ from hf_prefetch.cli import main
 from hf_prefetch.demo import demo_model_path, load_demo_model
 from hf_prefetch.discovery import find_banks
 from hf_prefetch.memory.packed_files import INDEX
-from hf_prefetch.packed import PackedWeights
+from hf_prefetch.model.packed import PackedWeights
 from hf_prefetch.testing import FakeDevice
 from models import FAMILIES, build, experts_of, prompt
 from test_architectures import REFUSED
@@ -75,7 +75,7 @@ def test_the_demonstration_model(device: torch.device, written: Path, monkeypatc
     """Loaded as it lies there: nothing is packed again, and its logits are those of the model."""
     expected, ids = load_demo_model().to(device), prompt(24, device=device)
     before = state_of(expected)
-    monkeypatch.setattr("hf_prefetch.packed.pack", lambda rows: pytest.fail("something was packed again"))
+    monkeypatch.setattr("hf_prefetch.model.packed.pack", lambda rows: pytest.fail("something was packed again"))
     model = load(written, device=device)
     assert len(packed_names(model)) == 2 * len(experts_of(model))
     assert model.expert_prefetch.report().host_bytes < 0.8 * sum(bank.nbytes for bank in find_banks(expected).banks)

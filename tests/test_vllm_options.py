@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from hf_prefetch.banks.layout import BankLayout
 from hf_prefetch.integrations.vllm import register
 from hf_prefetch.integrations.vllm.banks import LayerBank
 from hf_prefetch.integrations.vllm.hook import LayerHook
 from hf_prefetch.integrations.vllm.options import OPTIONS, options_of
 from hf_prefetch.integrations.vllm.refusals import KERNELS, REMEDIES, refuse_config, refuse_layer, warn_untried
 from hf_prefetch.integrations.vllm.versions import NEWEST, OLDEST, SUPPORTED, unsupported
-from hf_prefetch.layout import BankLayout
 
 # -- options ------------------------------------------------------------------------------------------------------------
 

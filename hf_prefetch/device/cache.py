@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layout import BankLayout
+from ..banks.layout import BankLayout
 from ..memory.store import StoredBank
 from ..streams import StreamDevice
 from .rows import RowCounter, RowSender

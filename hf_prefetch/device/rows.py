@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..layout import BankLayout, TensorSpec
+from ..banks.layout import BankLayout, TensorSpec
 from ..memory.store import StoredBank
 from ..streams import StreamDevice
 from .table import Assignment, RowTable

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layout import BankLayout
+from ..banks.layout import BankLayout
 from ..memory.store import StoredBank
 from ..streams import StreamDevice
 from ..timeline import Timeline

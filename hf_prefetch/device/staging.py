@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from ..layout import ALIGNMENT
+from ..banks.layout import ALIGNMENT
 from ..memory.pinned import Arena
 from ..memory.store import StoredBank
 from ..streams import StreamDevice

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..layout import BankLayout, TensorSpec
+from ..banks.layout import BankLayout, TensorSpec
 from .checkpoint import StoredTensor, state_of
 from .deferred import LOOKS, Packed, Recipe, pieces
 

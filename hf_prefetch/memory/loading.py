@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from ..forms import is_plain
+from ..banks.forms import is_plain
 from ..progress import byte_progress
 from .checkpoint import StoredTensor, state_of
 from .deferred import Deferred, Packed, Piece, Recipe, Stored, pieces, stored_in

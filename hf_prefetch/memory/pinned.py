@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from ..layout import BankLayout
+from ..banks.layout import BankLayout
 from ..streams import StreamDevice
 from .pages import SEGMENT, Pages
 

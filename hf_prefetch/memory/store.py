@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..bank import ExpertBank
-from ..forms import can_take_apart, is_plain, parts, replace_parts
+from ..banks.bank import ExpertBank
+from ..banks.forms import can_take_apart, is_plain, parts, replace_parts
 from ..streams import StreamDevice
 from .disk import FileSource, OnDisk, replace_parameter
 from .ledger import Ledger, Purpose

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..layout import BankLayout
+from ..banks.layout import BankLayout
 from ..sizes import shown
 from .checkpoint import StoredTensor, header_of, read_headers, read_metadata
 from .deferred import Recipe, Stored, stored_in

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..bank import ExpertBank
+from ..banks.bank import ExpertBank
 from ..config import DEFAULT_GATE
 from ..device.cache import RowCache, RowCaches
 from ..device.rows import RowCounter, RowSender

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import torch
 
-from ..bank import ExpertBank
+from ..banks.bank import ExpertBank
 from ..sizes import at_least, shown
 from ..streams import StreamDevice
 from .remedies import Remedies

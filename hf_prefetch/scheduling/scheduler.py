@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..bank import ExpertBank
+from ..banks.bank import ExpertBank
 from ..config import PrefetchConfig
 from ..memory.ledger import Purpose
 from ..memory.store import HostStore

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...bank import ExpertBank
-from ...forms import unfit
-from ...layout import BankLayout
+from ...banks.bank import ExpertBank
+from ...banks.forms import unfit
+from ...banks.layout import BankLayout
 from .refusals import refuse
 
 __all__ = ["LayerBank", "bank_of", "stacks"]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from ...config import PrefetchConfig
-from ...ending import end_with
-from ...homes import banks_beyond
-from ...measuring import chooses_packing
 from ...memory.ledger import Purpose
 from ...memory.store import HostStore, copy_value, send_parameter
-from ...packed import pack_bank
+from ...model.ending import end_with
+from ...model.homes import banks_beyond
+from ...model.measuring import chooses_packing
+from ...model.packed import pack_bank
 from ...progress import byte_progress
 from ...scheduling.residency import first_banks
 from ...scheduling.scheduler import PrefetchScheduler

@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .device.rows import triton_is_there
-from .device.table import Assignment
-from .memory.packing import PackedRows, pack, unpack
+from ..device.rows import triton_is_there
+from ..device.table import Assignment
+from ..memory.packing import PackedRows, pack, unpack
 
 __all__ = ["PackedWeights"]
 
@@ -75,7 +75,7 @@ class PackedWeights(torch.Tensor):
         whole = torch.empty(size, dtype=torch.bfloat16, device=packed.blocks.device)
         rows = whole.view(size[0], -1)
         if whole.is_cuda and triton_is_there():
-            from .device.unpacking import unpack_rows
+            from ..device.unpacking import unpack_rows
 
             unpack_rows(packed, rows, found)
         elif found is None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from .memory.checkpoint import StoredTensor, read_headers
-from .memory.packed_files import damaged_tensors, is_packed
-from .memory.packing import PackedRows, pack, unpack
-from .packed_weights import PackedWeights
-from .progress import byte_progress
-from .sizes import shown
+from ..memory.checkpoint import StoredTensor, read_headers
+from ..memory.packed_files import damaged_tensors, is_packed
+from ..memory.packing import PackedRows, pack, unpack
+from ..model.packed_weights import PackedWeights
+from ..progress import byte_progress
+from ..sizes import shown
 
 __all__ = ["Checked", "Verification", "verify"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from .device.rows import triton_is_there
-from .memory.packing import BLOCK, pack
-from .memory.pinned import Arena
-from .scheduling.packing import Rates, packing_pays
-from .streams import StreamDevice
+from ..device.rows import triton_is_there
+from ..memory.packing import BLOCK, pack
+from ..memory.pinned import Arena
+from ..scheduling.packing import Rates, packing_pays
+from ..streams import StreamDevice
 
 __all__ = ["chooses_packing", "measure"]
 
@@ -42,7 +42,7 @@ def chooses_packing(devices: Iterable[StreamDevice], *, pins: bool) -> bool:
 
 def measure(device: StreamDevice, *, pins: bool) -> Rates:
     """The best of a few rounds each. What it allocates is free again when it returns."""
-    from .device.unpacking import unpack_rows
+    from ..device.unpacking import unpack_rows
 
     generator = torch.Generator(device.device).manual_seed(0)
     rows = torch.randn(_ROWS, _WEIGHTS, generator=generator, device=device.device, dtype=torch.bfloat16).mul_(0.02)

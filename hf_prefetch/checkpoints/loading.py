@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .api import disable_expert_prefetch, enable
-from .config import DEFAULT_SLOTS, PrefetchConfig
+from ..api import disable_expert_prefetch, enable
+from ..config import DEFAULT_SLOTS, PrefetchConfig
+from ..discovery import find_banks
+from ..memory.loading import Reader, Unread
+from ..model.homes import Device
+from ..model.packed import PackedWeights, unpack_bank
 from .deferring import load_deferred, packed_folder
-from .discovery import find_banks
 from .explaining import explained
-from .homes import Device
-from .memory.loading import Reader, Unread
-from .packed import PackedWeights, unpack_bank
 
 __all__ = ["deferred_model", "from_pretrained", "load_enabled", "load_unpacked"]
 

@@ -17,12 +17,12 @@ from accelerate.hooks import AlignDevicesHook, ModelHook, remove_hook_from_modul
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from torch import nn
 
-from .bank import ExpertBank
-from .hooks import all_or_nothing, flatten, put_on
-from .memory.checkpoint import StoredTensor, read_headers
-from .memory.deferred import Stored
-from .memory.disk import OnDisk, replace_parameter
-from .memory.store import Load, copy_value, send_parameter
+from ..banks.bank import ExpertBank
+from ..hooks import all_or_nothing, flatten, put_on
+from ..memory.checkpoint import StoredTensor, read_headers
+from ..memory.deferred import Stored
+from ..memory.disk import OnDisk, replace_parameter
+from ..memory.store import Load, copy_value, send_parameter
 
 __all__ = ["DeviceMap", "Placement", "TakenHooks", "is_dispatched", "offload_device"]
 

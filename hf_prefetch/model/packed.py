@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .bank import ExpertBank
-from .device.uploads import uploaded
-from .forms import is_plain, parts_of
-from .layout import BankLayout
-from .memory.packing import PART_NBYTES, PackedRows, pack
-from .memory.store import Load, copy_value
+from ..banks.bank import ExpertBank
+from ..banks.forms import is_plain, parts_of
+from ..banks.layout import BankLayout
+from ..device.uploads import uploaded
+from ..memory.packing import PART_NBYTES, PackedRows, pack
+from ..memory.store import Load, copy_value
+from ..streams import StreamDevice
 from .packed_weights import PackedWeights
-from .streams import StreamDevice
 
 __all__ = ["PackedWeights", "laid_out", "pack_bank", "packed_rows", "unpack_bank"]
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from .config import PrefetchConfig
-from .streams import stream_device
+from ..config import PrefetchConfig
+from ..streams import stream_device
 
 __all__ = [
     "Device", "ExpertCache", "GpuMemory", "HostMemory", "ModelName", "NCpuMoe", "OffloadFolder", "Pack", "PinMemory", "Slots",

@@ -9,14 +9,14 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from .bank import ExpertBank
-from .config import PrefetchConfig
-from .forms import is_plain
-from .memory.deferred import Recipe
-from .memory.disk import FileSource, OnDisk, extents_of
-from .memory.store import Load
-from .memory.written import write_bank
-from .scheduling.residency import choose_file_banks
+from ..banks.bank import ExpertBank
+from ..banks.forms import is_plain
+from ..config import PrefetchConfig
+from ..memory.deferred import Recipe
+from ..memory.disk import FileSource, OnDisk, extents_of
+from ..memory.store import Load
+from ..memory.written import write_bank
+from ..scheduling.residency import choose_file_banks
 
 __all__ = ["IN_MEMORY", "Files", "Kept"]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from .scheduling.scheduler import PrefetchScheduler
+from ..scheduling.scheduler import PrefetchScheduler
 
 __all__ = ["end_with"]
 

@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .bank import ExpertBank
-from .memory.disk import OnDisk
+from ..banks.bank import ExpertBank
+from ..memory.disk import OnDisk
+from ..scheduling.scheduler import PrefetchScheduler
 from .packed import PackedWeights
-from .scheduling.scheduler import PrefetchScheduler
 
 __all__ = ["guard", "unguard"]
 

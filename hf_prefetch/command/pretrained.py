@@ -13,12 +13,12 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntry
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from . import loading
-from .config import PrefetchConfig
-from .demo import demo_model_path
-from .homes import Device
-from .memory.checkpoint import UnknownDtypeError, read_headers
-from .memory.packed_files import is_packed
+from ..checkpoints import loading
+from ..config import PrefetchConfig
+from ..demo import demo_model_path
+from ..memory.checkpoint import UnknownDtypeError, read_headers
+from ..memory.packed_files import is_packed
+from ..model.homes import Device
 
 __all__ = ["DEMO", "files_of", "load_enabled", "load_model", "load_tokenizer"]
 

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .discovery import find_banks
-from .forms import is_plain
+from ..banks.forms import is_plain
+from ..discovery import find_banks
+from ..memory.packed_files import PackedFiles, is_packed
+from ..memory.packing import PackedRows
+from ..model.packed import PackedWeights, packed_rows
+from ..model.placement import is_dispatched
+from ..progress import byte_progress
+from ..scheduling.scheduler import PrefetchScheduler
+from ..sizes import shown
+from ..streams import StreamDevice, stream_device
 from .loading import deferred_model
-from .memory.packed_files import PackedFiles, is_packed
-from .memory.packing import PackedRows
-from .packed import PackedWeights, packed_rows
-from .placement import is_dispatched
-from .progress import byte_progress
-from .scheduling.scheduler import PrefetchScheduler
-from .sizes import shown
-from .streams import StreamDevice, stream_device
 
 __all__ = ["Written", "pack_checkpoint", "save_packed"]
 

@@ -22,11 +22,11 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers import __version__ as transformers_version
 
-from . import __version__
-from .api import disable_expert_prefetch, enable
-from .config import PrefetchConfig
-from .report import Report
-from .streams import StreamDevice
+from .. import __version__
+from ..api import disable_expert_prefetch, enable
+from ..config import PrefetchConfig
+from ..report import Report
+from ..streams import StreamDevice
 
 __all__ = ["Arm", "Bench", "Point"]
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..memory.checkpoint import StoredTensor, UnknownDtypeError, read_headers
+from ..memory.deferred import Deferred, NotDeferrableError, Packed
+from ..memory.loading import Reader
+from ..memory.packed_files import INDEX, Index, is_packed, read_index, read_packed
 from .explaining import FROM_HUB, explain_json, explain_quantized, method_of
-from .memory.checkpoint import StoredTensor, UnknownDtypeError, read_headers
-from .memory.deferred import Deferred, NotDeferrableError, Packed
-from .memory.loading import Reader
-from .memory.packed_files import INDEX, Index, is_packed, read_index, read_packed
 
 __all__ = ["load_deferred", "packed_folder"]
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .bank import ExpertBank
-from .config import PrefetchConfig
+from ..banks.bank import ExpertBank
+from ..config import PrefetchConfig
+from ..scheduling.residency import NoRoomError, choose_host_banks, first_banks
+from ..sizes import at_least, shown
+from ..streams import StreamDevice, stream_device
 from .placement import is_dispatched, offload_device
-from .scheduling.residency import NoRoomError, choose_host_banks, first_banks
-from .sizes import at_least, shown
-from .streams import StreamDevice, stream_device
 
 __all__ = ["Device", "Homes", "banks_beyond", "choose_homes"]
 

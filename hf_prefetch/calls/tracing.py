@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .discovery import implementation_of
-from .ops import register
+from ..discovery import implementation_of
+from ..ops import register
 
 if TYPE_CHECKING:
-    from .hooks import ExpertPrefetchHook
+    from ..hooks import ExpertPrefetchHook
 
 __all__ = ["opaque", "traceable"]
 

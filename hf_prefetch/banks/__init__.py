@@ -1,0 +1,1 @@
+"""What a bank of experts is made of, and what looks like one."""

@@ -1,0 +1,1 @@
+"""What happens around the forward of one experts module."""

@@ -1,0 +1,1 @@
+"""From a checkpoint's files to an enabled model, and back into files."""
