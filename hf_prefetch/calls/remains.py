@@ -20,6 +20,7 @@ __all__ = ["kept_views", "versions"]
 # A view in a pair in a list in an attribute is the deepest that is looked for, and longer lists hold no weights.
 _DEPTH = 4
 _LONGEST = 4096
+_OURS = f"{__name__.partition('.')[0]}."
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -73,7 +74,7 @@ def _inside(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple
         items = ((f"{name}[{key!r}]", each) for key, each in islice(value.items(), _LONGEST))
     elif isinstance(value, list | tuple | set):
         items = ((f"{name}[{index}]", each) for index, each in enumerate(islice(value, _LONGEST)))
-    elif hasattr(value, "__dict__") and not callable(value) and not type(value).__module__.startswith(f"{__package__}."):
+    elif hasattr(value, "__dict__") and not callable(value) and not type(value).__module__.startswith(_OURS):
         items = ((f"{name}.{key}", each) for key, each in vars(value).items())
     for key, each in items:
         yield from _inside(key, each, depth - 1, seen)
