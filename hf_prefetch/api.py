@@ -16,10 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from .banks.bank import ExpertBank
 from .config import DEFAULT_SLOTS, PrefetchConfig
 from .discovery import Discovery, find_banks, one_of_each
-from .hooks import ExpertPrefetchHook, announce, attach, detach, hook_of
+from .hooks import ExpertPrefetchHook, announce, attach, detach
 from .memory.ledger import Purpose
 from .memory.store import HostStore, Load, copy_value
+from .model.enabled import Enabled, between_calls, enabled_on, forget, free_orphans, refuse_foreign, remember
 from .model.ending import end_with
+from .model.gate import behind_gate, busy
 from .model.guards import guard, unguard
 from .model.homes import Device, Homes, choose_homes
 from .model.kept import IN_MEMORY, Files, Kept
@@ -37,8 +39,6 @@ __all__ = ["disable_expert_prefetch", "enable", "enable_expert_prefetch"]
 Model = TypeVar("Model", bound=nn.Module)
 
 _log = logging.getLogger("hf_prefetch")
-# Where an enabled model keeps the way back.
-_UNDO = "_expert_prefetch_undo"
 
 
 def enable_expert_prefetch(
@@ -129,12 +129,23 @@ def enable(
         load: writes a Parameter's value to where it goes, from wherever it is: it may still be in a file.
         files: says of Parameters which those are.
     """
-    found = find_banks(model)
-    if (reason := unready(model)) is not None:
-        raise ValueError(f"{reason} The model is unchanged.")
-    homes = choose_homes(model, found.banks, device, config)
-    _refuse_foreign_hooks(model, homes)
-    disable_expert_prefetch(model)
+    with between_calls(model) as enabled:
+        # In the middle of a call a module's weights are what was sent for it.
+        found = find_banks(model)
+        if (reason := unready(model)) is not None:
+            raise ValueError(f"{reason} The model is unchanged.")
+        homes = choose_homes(model, found.banks, device, config)
+        refuse_foreign(model, (*homes.host, *homes.resident))
+    modules = {module for bank in (*homes.host, *homes.resident) for module in bank.modules}
+
+    def work() -> Model:
+        _disable(model, enabled)
+        return _enable(model, config, found, homes, load, files)
+
+    return behind_gate(modules.union(*(undo.modules for _, undo in enabled)), work)
+
+
+def _enable(model: Model, config: PrefetchConfig, found: Discovery, homes: Homes, load: Load, files: Files) -> Model:
     # What was packed when it was found may be unpacked now.
     host, resident = ({laid_out(bank): home for bank, home in kind.items()} for kind in (homes.host, homes.resident))
     homes = replace(homes, host=host, resident=resident)
@@ -155,38 +166,23 @@ def disable_expert_prefetch(model: Model) -> Model:
 
     Raises:
         TypeError: `model` is not a model.
-        RuntimeError: called from inside a forward of the model.
+        RuntimeError: called from inside a forward of the model's experts, or another thread is enabling or disabling it.
+            Elsewhere in a forward it is the rest of the forward that computes without prefetching.
     """
     _check_model(model)
-    for scheduler, undo in _enabled(model):
-        if scheduler.is_in_a_call():
-            raise RuntimeError(
-                "Prefetching can't be disabled or enabled anew from inside a forward of the model. Do it when the forward has "
-                "returned."
-            )
-        with scheduler.lock:
-            undo.run()
-    _free_orphans(model)
+    enabled = enabled_on(model)
+    behind_gate({module for _, undo in enabled for module in undo.modules}, lambda: _disable(model, enabled))
     return model
 
 
-def _free_orphans(model: nn.Module) -> None:
-    """Parts of an enabled model that outlive it have hooks whose scheduler has ended: they are of no use to anybody."""
-    orphans = [module for module in model.modules() if (hook := hook_of(module)) is not None and hook.scheduler.has_ended]
-    for module in orphans:
-        detach(module)
-    if orphans:
-        unguard(model.modules())
-
-
-def _enabled(model: nn.Module) -> list[tuple[PrefetchScheduler, Undo]]:
-    """What is enabled on a model or on parts of it, and how to undo it."""
-    found = []
-    for module in model.modules():
-        scheduler, undo = module.__dict__.get("expert_prefetch"), module.__dict__.get(_UNDO)
-        if isinstance(scheduler, PrefetchScheduler) and isinstance(undo, Undo):
-            found.append((scheduler, undo))
-    return found
+def _disable(model: nn.Module, expected: Enabled) -> None:
+    """Disable what is enabled on a model, if it is still what it was before the gate was closed."""
+    with between_calls(model) as enabled:
+        if enabled != expected:
+            raise busy()
+        for _, undo in enabled:
+            undo.run()
+    free_orphans(model)
 
 
 def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo, load: Load, files: Files) -> PrefetchScheduler:
@@ -196,7 +192,8 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     any of them leaves nothing behind. `undo` refers to the model, so it is kept by the model and not by the scheduler,
     which must not keep its model alive.
     """
-    undo.add(_forget, model)  # the last step: until then disabling can be called again
+    undo.modules = tuple(module for bank in (*homes.host, *homes.resident) for module in bank.modules)
+    undo.add(forget, model)  # the last step: until then disabling can be called again
     if config.pack == "auto":
         pays = chooses_packing({*homes.host.values()}, pins=config.pin_budget != 0)
         _log.info("hf_prefetch: packing experts %s here", "pays" if pays else "does not pay")
@@ -264,7 +261,7 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     for bank in banks if load is not copy_value else ():
         # Whoever reads from files has nothing to go back to when that fails, and no use for weights that are unpacked.
         undo.add_below(unpack_bank, bank)
-    model.__dict__.update({"expert_prefetch": scheduler, _UNDO: undo})
+    remember(model, scheduler, undo)
     return scheduler
 
 
@@ -300,27 +297,11 @@ def _remove(handles: list[RemovableHandle]) -> None:
         handle.remove()
 
 
-def _forget(model: nn.Module) -> None:
-    for name in ("expert_prefetch", _UNDO):
-        model.__dict__.pop(name, None)
-
-
 def _check_model(model: object) -> None:
     if isinstance(model, nn.Module):
         return
     hint = " Load it first: AutoModelForCausalLM.from_pretrained(...)." if isinstance(model, str) else ""
     raise TypeError(f"Expected a transformers model (a torch.nn.Module), got {model!r} of type {type(model).__name__}.{hint}")
-
-
-def _refuse_foreign_hooks(model: nn.Module, homes: Homes) -> None:
-    own = [scheduler for scheduler, _ in _enabled(model)]
-    for bank in (*homes.host, *homes.resident):
-        hooks = filter(None, map(hook_of, bank.modules))
-        if any(hook.scheduler not in own and not hook.scheduler.has_ended for hook in hooks):
-            raise ValueError(
-                f"The experts in {bank.name or 'this module'} are already prefetched through another object that holds the "
-                "same modules. Call disable_expert_prefetch on that one first."
-            )
 
 
 def _say(scheduler: PrefetchScheduler, found: Discovery, homes: Homes) -> None:

@@ -82,6 +82,8 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         if isinstance(first, torch.Tensor) and first.device != self.device:
             args, kwargs = send_to_device(args, self.device), send_to_device(kwargs, self.device)
         with self.scheduler.lock:
+            # Chosen by the call before it came here: by now the module may be another scheduler's.
+            self.scheduler.check_not_ended()
             self._check_weights(module)
             if self._refused is not None:
                 raise RuntimeError(self._refused)
@@ -274,8 +276,9 @@ def announce(scheduler: PrefetchScheduler, first: ExpertBank, handles: list[Remo
     @opaque
     def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with scheduler.lock:
-            ids = first.ids(args, kwargs)
-            scheduler.begin_pass(None if ids is None else ids.numel())
+            if not scheduler.has_ended:
+                ids = first.ids(args, kwargs)
+                scheduler.begin_pass(None if ids is None else ids.numel())
 
     def begins_untraced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Compiled code goes without: it costs the first layers some time, and a break of the graph would cost more.

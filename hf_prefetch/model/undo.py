@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 __all__ = ["Undo"]
 
 
@@ -13,9 +15,13 @@ class Undo:
     """Steps back, each added before what it undoes is done.
 
     Steps are idempotent: one may run although what it undoes was not done, and one that is interrupted runs again.
+
+    Attributes:
+        modules: whose weights and hooks the steps change, so that nobody may be inside them.
     """
 
     def __init__(self) -> None:
+        self.modules: tuple[nn.Module, ...] = ()
         self._steps: list[Callable[[], object]] = []
 
     def add(self, step: Callable[..., object], *arguments: Any) -> None:

@@ -220,9 +220,13 @@ class PrefetchScheduler:
             return Path.PLAIN
         return path
 
-    def _check_usable(self, bank: ExpertBank, *, capturing: bool, can_route: bool) -> None:
+    def check_not_ended(self) -> None:
+        """Raise a RuntimeError if `stop` was called."""
         if self._closed:
             raise RuntimeError(f"These experts belong to a model whose prefetching has ended: {self.remedies.ended}")
+
+    def _check_usable(self, bank: ExpertBank, *, capturing: bool, can_route: bool) -> None:
+        self.check_not_ended()
         if capturing and not (can_route and self._lane_of[bank].can_be_captured(bank)):
             raise RuntimeError(
                 f"A CUDA graph can't be captured over the experts of {bank.name}: that takes page-locked host memory, Triton, "

@@ -1,0 +1,95 @@
+"""What is enabled on a model: remembered there, found again, and told from what other models have enabled."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from ..banks.bank import ExpertBank
+from ..hooks import detach, hook_of
+from ..scheduling.scheduler import PrefetchScheduler
+from .guards import unguard
+from .undo import Undo
+
+__all__ = ["Enabled", "between_calls", "enabled_on", "forget", "free_orphans", "refuse_foreign", "remember"]
+
+Enabled = list[tuple[PrefetchScheduler, Undo]]
+
+# Where an enabled model keeps the way back.
+_UNDO = "_expert_prefetch_undo"
+# Those of all models in this process.
+_schedulers: weakref.WeakSet[PrefetchScheduler] = weakref.WeakSet()
+
+
+def remember(model: nn.Module, scheduler: PrefetchScheduler, undo: Undo) -> None:
+    """What is enabled on a model, and how to undo it."""
+    _schedulers.add(scheduler)
+    model.__dict__.update({"expert_prefetch": scheduler, _UNDO: undo})
+
+
+def forget(model: nn.Module) -> None:
+    """The model is not enabled any more. Idempotent."""
+    for name in ("expert_prefetch", _UNDO):
+        model.__dict__.pop(name, None)
+
+
+def _enabled(model: nn.Module) -> Enabled:
+    """What is enabled on a model or on parts of it, and how to undo it."""
+    found = []
+    for module in model.modules():
+        scheduler, undo = module.__dict__.get("expert_prefetch"), module.__dict__.get(_UNDO)
+        if isinstance(scheduler, PrefetchScheduler) and isinstance(undo, Undo):
+            found.append((scheduler, undo))
+    return found
+
+
+def enabled_on(model: nn.Module) -> Enabled:
+    """What is enabled on a model, for whoever is going to change that.
+
+    Raises:
+        RuntimeError: called from inside a forward of its experts.
+    """
+    enabled = _enabled(model)
+    if any(scheduler.is_in_a_call() for scheduler, _ in enabled):
+        raise RuntimeError(
+            "Prefetching can't be disabled or enabled anew from inside a forward of the model. Do it when the forward has "
+            "returned."
+        )
+    return enabled
+
+
+@contextmanager
+def between_calls(model: nn.Module) -> Iterator[Enabled]:
+    """The same, while no call of its experts is under way."""
+    enabled = enabled_on(model)
+    with ExitStack() as locks:
+        for scheduler, _ in enabled:
+            locks.enter_context(scheduler.lock)
+        yield enabled
+
+
+def free_orphans(model: nn.Module) -> None:
+    """Parts of an enabled model that outlive it have hooks whose scheduler has ended: they are of no use to anybody."""
+    orphans = [module for module in model.modules() if (hook := hook_of(module)) is not None and hook.scheduler.has_ended]
+    for module in orphans:
+        detach(module)
+    if orphans:
+        unguard(model.modules())
+
+
+def refuse_foreign(model: nn.Module, banks: Collection[ExpertBank]) -> None:
+    """Refuse what is prefetched through another object: that would send the old memory of its Parameters."""
+    own = [scheduler for scheduler, _ in _enabled(model)]
+    others = [scheduler for scheduler in _schedulers if scheduler not in own and not scheduler.has_ended]
+    theirs = {id(parameter) for scheduler in others for bank in scheduler.banks for parameter in bank.parameters.values()}
+    for bank in banks:
+        hooks = [hook for module in bank.modules if (hook := hook_of(module)) is not None]
+        shares = any(id(parameter) in theirs for parameter in bank.parameters.values())
+        if shares or any(hook.scheduler in others for hook in hooks):
+            raise ValueError(
+                f"The experts in {bank.name or 'this module'} are already prefetched through another object that holds the "
+                f"same {'Parameters' if not hooks else 'modules'}. Call disable_expert_prefetch on that one first."
+            )
