@@ -89,8 +89,8 @@ def enable_expert_prefetch(
         disabled first.
 
     Raises:
-        TypeError, ValueError, RuntimeError: `model` or an option can't be used; the message says why, and the model is
-            unchanged.
+        TypeError, ValueError, RuntimeError: `model` or an option can't be used, or another thread is at it; the message says
+            why, and the model is unchanged.
 
     Example:
         >>> from hf_prefetch import enable_expert_prefetch
@@ -167,7 +167,7 @@ def disable_expert_prefetch(model: Model) -> Model:
     Raises:
         TypeError: `model` is not a model.
         RuntimeError: called from inside a forward of the model's experts, or another thread is enabling or disabling it.
-            Elsewhere in a forward it is the rest of the forward that computes without prefetching.
+            From elsewhere in a forward it is no error: the rest of that computes without prefetching.
     """
     _check_model(model)
     enabled = enabled_on(model)

@@ -7,6 +7,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -363,6 +364,25 @@ def test_models_that_share_experts_are_refused_without_harm() -> None:
     disable_expert_prefetch(other)
     assert torch.equal(logits(model, ids), expected)
     assert model.expert_prefetch.report().calls == 5 + 5 + 1
+
+
+@pytest.mark.parametrize("options", [{}, {"pack": True}, {"host_memory": 0}])
+def test_models_that_share_parameters_are_refused_without_harm(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Their modules are their own, so no hook tells."""
+    model, other, ids = build("mixtral", torch.bfloat16), build("mixtral", torch.bfloat16, seed=1), prompt(GATE)
+    ours, theirs = model.model.layers[3].mlp.experts, other.model.layers[3].mlp.experts
+    theirs.gate_up_proj = ours.gate_up_proj
+    expected, shown = logits(model, ids), logits(other, ids)
+    options = {**options, "offload_folder": tmp_path} if "host_memory" in options else options
+    enable_expert_prefetch(model, device=FakeDevice(), **options)
+    with pytest.raises(ValueError, match=r"already prefetched through another object that holds the same Parameters"):
+        enabled_on(other, FakeDevice())
+    assert "expert_prefetch" not in other.__dict__
+    assert torch.equal(logits(model, ids), expected)
+    disable_expert_prefetch(model)
+    assert torch.equal(logits(other, ids), shown)
+    enabled_on(other, FakeDevice())
+    assert torch.equal(logits(other, ids), shown)
 
 
 def test_a_refused_whole_leaves_its_enabled_part_at_work() -> None:

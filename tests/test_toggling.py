@@ -94,7 +94,7 @@ def test_a_call_that_comes_late_to_a_hook_that_is_off_leaves_the_next_one_alone(
 ) -> None:
     """It chose its forward before the model was disabled and enabled anew, where a call is under way by then.
 
-    It once pointed the module at the host again, under a call whose ids were those of rows of the cache.
+    Once it was told that weights were replaced, or had its module read host memory under a call with ids of cache rows.
     """
     model = build("qwen3_moe", torch.bfloat16)
     model.set_experts_implementation("batched_mm")
@@ -266,3 +266,27 @@ def test_calls_at_any_time(enable: Callable[..., PreTrainedModel], kind: str) ->
     with contextlib.suppress(RuntimeError):
         enable(model, kind)
     assert torch.equal(logits(model), expected[GATE])
+
+
+@kinds
+@pytest.mark.parametrize("part", ["model.layers.1", "model.layers.1.mlp.experts.act_fn"])
+def test_disabling_from_inside_a_forward(enable: Callable[..., PreTrainedModel], kind: str, part: str) -> None:
+    """In that of experts it is refused, elsewhere the rest of the forward goes on without."""
+    model, told = build("qwen3_moe", torch.bfloat16), []
+    if kind == "resident" and part.endswith("act_fn"):
+        part = part.replace("1", "0")
+
+    def disable(*_: Any) -> None:
+        try:
+            disable_expert_prefetch(model)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    expected = logits(model)
+    enable(model, kind)
+    handle = model.get_submodule(part).register_forward_hook(disable)
+    assert torch.equal(logits(model), expected)
+    handle.remove()
+    assert ["from inside a forward of the model's experts" in each for each in told] == [True] * len(told)
+    assert bool(told) == part.endswith("act_fn") == hasattr(model, "expert_prefetch")
+    assert torch.equal(logits(model), expected)

@@ -55,7 +55,7 @@ def enabled_on(model: nn.Module) -> Enabled:
     enabled = _enabled(model)
     if any(scheduler.is_in_a_call() for scheduler, _ in enabled):
         raise RuntimeError(
-            "Prefetching can't be disabled or enabled anew from inside a forward of the model. Do it when the forward has "
+            "Prefetching can't be disabled or enabled anew from inside a forward of the model's experts. Do it when that has "
             "returned."
         )
     return enabled
