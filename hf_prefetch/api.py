@@ -24,7 +24,7 @@ from .model.guards import guard, unguard
 from .model.homes import Device, Homes, choose_homes
 from .model.kept import IN_MEMORY, Files, Kept
 from .model.measuring import chooses_packing
-from .model.packed import laid_out, pack_bank, unpack_bank
+from .model.packed import laid_out, pack_bank, unpack_bank, unsuited
 from .model.placement import DeviceMap, Placement, TakenHooks
 from .model.undo import Undo
 from .model.unready import unready
@@ -134,6 +134,7 @@ def enable(
         raise ValueError(f"{reason} The model is unchanged.")
     homes = choose_homes(model, found.banks, device, config)
     _refuse_foreign_hooks(model, homes)
+    is_new = not _enabled(model)
     disable_expert_prefetch(model)
     # What was packed when it was found may be unpacked now.
     host, resident = ({laid_out(bank): home for bank, home in kind.items()} for kind in (homes.host, homes.resident))
@@ -141,7 +142,7 @@ def enable(
     undo = Undo()
     try:
         scheduler = _install(model, config, homes, undo, load, files)
-        _say(scheduler, found, homes)
+        _say(scheduler, found, homes, config, is_new=is_new)
         return model
     except BaseException:
         undo.run()
@@ -323,11 +324,20 @@ def _refuse_foreign_hooks(model: nn.Module, homes: Homes) -> None:
             )
 
 
-def _say(scheduler: PrefetchScheduler, found: Discovery, homes: Homes) -> None:
-    """Tell the user, once, what is not as they may expect."""
+def _say(scheduler: PrefetchScheduler, found: Discovery, homes: Homes, config: PrefetchConfig, *, is_new: bool) -> None:
+    """Tell the user, once, what is not as they may expect. `is_new`: the model was not enabled before."""
     if found.refusals:
         left = "; ".join(map(str, one_of_each(found.refusals)))
         warnings.warn(f"hf_prefetch: left where they are, since they can't be prefetched: {left}.", stacklevel=4)
+    if config.pack is True:
+        kept = [bank for bank in scheduler.banks if not bank.has_packed]
+        for why in dict.fromkeys(map(_why_unpacked, kept)):
+            banks = [bank for bank in kept if _why_unpacked(bank) == why]
+            warnings.warn(
+                f"hf_prefetch: pack=True packs nothing of {len(banks):,} of {len(scheduler.banks):,} expert banks "
+                f"({banks[0].name or 'this module'}): their experts {why}. They stay as they are, with the same output.",
+                stacklevel=4,
+            )
     ledger, refusals = scheduler.store.ledger, scheduler.store.refusals
     pageable = ledger.held(Purpose.BANKS) - ledger.held(Purpose.PINNED)
     if refusals:
@@ -338,11 +348,15 @@ def _say(scheduler: PrefetchScheduler, found: Discovery, homes: Homes) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
-    for home in homes.devices:
-        if home.device.type == "cpu" and home.overlaps and not home.can_pin:
+    for home in set(homes.host.values()):
+        if is_new and home.device.type == "cpu" and home.overlaps and not home.can_pin:
             _log.warning(
                 "hf_prefetch: this computes on the CPU, so experts are 'sent' from its memory to its memory. Everything works "
                 "as it would on a GPU; nothing gets faster."
             )
         elif not home.overlaps:
             _log.warning("hf_prefetch: %s has no streams that torch can drive, so every bank is copied when needed.", home.name)
+
+
+def _why_unpacked(bank: ExpertBank) -> str:
+    return unsuited(bank) or "would hardly get smaller"
