@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-__all__ = ["Runner", "refuse_export", "register"]
+__all__ = ["Runner", "refuse_export", "refuse_trace", "register"]
 
 
 class Runner(Protocol):
@@ -45,6 +45,14 @@ def refuse_export() -> NoReturn:
     raise RuntimeError(
         "torch.export can't take prefetched experts along: what it writes could not find them again. Call "
         "disable_expert_prefetch(model) first."
+    )
+
+
+def refuse_trace() -> NoReturn:
+    """Say why there is no trace of a model that is enabled."""
+    raise RuntimeError(
+        "torch.jit.trace, and torch.onnx.export by way of it, can't take prefetched experts along: they would note where these "
+        "are during this call. Call disable_expert_prefetch(model) first."
     )
 
 
