@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,9 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .banks.bank import ExpertBank
 from .config import DEFAULT_SLOTS, PrefetchConfig
-from .discovery import Discovery, find_banks, one_of_each
+from .discovery import Discovery, find_banks
 from .hooks import ExpertPrefetchHook, announce, attach, detach
-from .memory.ledger import Purpose
 from .memory.store import HostStore, Load, copy_value
 from .model.enabled import Enabled, between_calls, enabled_on, forget, free_orphans, refuse_foreign, remember
 from .model.ending import end_with
@@ -28,6 +26,7 @@ from .model.kept import IN_MEMORY, Files, Kept
 from .model.measuring import chooses_packing
 from .model.packed import laid_out, pack_bank, unpack_bank
 from .model.placement import DeviceMap, Placement, TakenHooks
+from .model.telling import tell
 from .model.undo import Undo
 from .model.unready import unready
 from .progress import byte_progress
@@ -140,19 +139,21 @@ def enable(
 
     def work() -> Model:
         _disable(model, enabled)
-        return _enable(model, config, found, homes, load, files)
+        return _enable(model, config, found, homes, load, files, is_new=not enabled)
 
     return behind_gate(modules.union(*(undo.modules for _, undo in enabled)), work)
 
 
-def _enable(model: Model, config: PrefetchConfig, found: Discovery, homes: Homes, load: Load, files: Files) -> Model:
+def _enable(
+    model: Model, config: PrefetchConfig, found: Discovery, homes: Homes, load: Load, files: Files, *, is_new: bool
+) -> Model:
     # What was packed when it was found may be unpacked now.
     host, resident = ({laid_out(bank): home for bank, home in kind.items()} for kind in (homes.host, homes.resident))
     homes = replace(homes, host=host, resident=resident)
     undo = Undo()
     try:
         scheduler = _install(model, config, homes, undo, load, files)
-        _say(scheduler, found, homes)
+        tell(scheduler, found, homes, config, is_new=is_new)
         return model
     except BaseException:
         undo.run()
@@ -302,28 +303,3 @@ def _check_model(model: object) -> None:
         return
     hint = " Load it first: AutoModelForCausalLM.from_pretrained(...)." if isinstance(model, str) else ""
     raise TypeError(f"Expected a transformers model (a torch.nn.Module), got {model!r} of type {type(model).__name__}.{hint}")
-
-
-def _say(scheduler: PrefetchScheduler, found: Discovery, homes: Homes) -> None:
-    """Tell the user, once, what is not as they may expect."""
-    if found.refusals:
-        left = "; ".join(map(str, one_of_each(found.refusals)))
-        warnings.warn(f"hf_prefetch: left where they are, since they can't be prefetched: {left}.", stacklevel=4)
-    ledger, refusals = scheduler.store.ledger, scheduler.store.refusals
-    pageable = ledger.held(Purpose.BANKS) - ledger.held(Purpose.PINNED)
-    if refusals:
-        warnings.warn(
-            f"hf_prefetch: {pageable / 2**20:,.0f} of {ledger.held(Purpose.BANKS) / 2**20:,.0f} MiB of experts could not be "
-            f"page-locked: {refusals[0]}. They reach the device more slowly, with the same output. "
-            "Raise the limit on locked memory (ulimit -l; a container's memlock) and enable it again.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    for home in homes.devices:
-        if home.device.type == "cpu" and home.overlaps and not home.can_pin:
-            _log.warning(
-                "hf_prefetch: this computes on the CPU, so experts are 'sent' from its memory to its memory. Everything works "
-                "as it would on a GPU; nothing gets faster."
-            )
-        elif not home.overlaps:
-            _log.warning("hf_prefetch: %s has no streams that torch can drive, so every bank is copied when needed.", home.name)

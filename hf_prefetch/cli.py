@@ -33,6 +33,7 @@ from .command.cli_options import (
     config_of,
     numbers,
     one_line,
+    path_of,
     refusing,
 )  # fmt: skip
 from .command.pretrained import files_of, load_enabled, load_model, load_tokenizer
@@ -61,7 +62,10 @@ _CONTEXT = 4
 def generate(
     model: ModelName,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="A file with the text to continue; - is standard input.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="A file with the text to continue; - is standard input.", parser=path_of, metavar="PATH"),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write at most.")] = 100,
     prefetch_experts_slots: Slots = DEFAULT_SLOTS,
     device: Device = None,
@@ -90,7 +94,7 @@ def generate(
     if not inputs["input_ids"].numel():
         raise ValueError(f"the tokenizer of {model} makes no tokens of the text; does the folder have the tokenizer's files?")
     print(text, end="", flush=True)
-    with _whole_lines():
+    with _held_back(), _whole_lines():
         streamer = _streamer(tokenizer, inputs["input_ids"][0].tolist())
         writer.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
     if report:
@@ -113,7 +117,10 @@ def bench(
     pin_memory: PinMemory = None,
     pack: Pack = None,
     trust_remote_code: TrustRemoteCode = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="A file to write the numbers to as well.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="A file to write the numbers to as well.", parser=path_of, metavar="PATH"),
+    ] = None,
 ) -> None:
     """Measure a model with prefetching off (if all of it fits on the device) and on: speed, memory and equal logits."""
     from .command.bench import Bench
@@ -143,7 +150,9 @@ def bench(
 def pack(
     model: ModelName,
     verify: Annotated[bool, typer.Option("--verify", help="Pack, unpack and compare each expert's weights.")] = False,
-    out: Annotated[Path | None, typer.Option(help="A folder to write the packed checkpoint to.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder to write the packed checkpoint to.", parser=path_of, metavar="PATH")
+    ] = None,
     device: Device = None,
 ) -> None:
     """Show what lossless packing makes of a model's bfloat16 experts, prove that every bit comes back, write it to disk."""
@@ -191,6 +200,18 @@ def _streamer(tokenizer: Any, prompt: list[int]) -> Any:
 
 
 @contextmanager
+def _held_back() -> Iterator[None]:
+    """Warnings from inside come when it has ended, and not in the middle of a text that is being written."""
+    held: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as held:
+            yield
+    finally:
+        for each in held:
+            _show_warning(each.message, each.category)
+
+
+@contextmanager
 def _whole_lines() -> Iterator[None]:
     """End the line of a text that breaks off, so that the message comes on one of its own."""
     try:
@@ -222,7 +243,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
     """Ours in a line of its own; others', which are about code that the user doesn't have, not at all."""
     text = " ".join(str(message).split())
     if text.startswith("hf_prefetch: ") and sys.stderr is not None:
-        print(("\n" if sys.stdout is not None and sys.stdout.isatty() else "") + text, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def _one_line_errors(command: Callable[[], object]) -> int:

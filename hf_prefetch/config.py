@@ -112,6 +112,8 @@ class PrefetchConfig:
                 raise ValueError("pack=True keeps all experts in host memory, so host_memory can't be given with it.")
         if self.offload_folder is not None and not isinstance(self.offload_folder, str | os.PathLike):
             raise TypeError(f"offload_folder must be a path, got {self.offload_folder!r}.")
+        if self.offload_folder is not None and not os.fspath(self.offload_folder):
+            raise ValueError("offload_folder is empty. Give '.' for the current folder.")
         if self.offload_folder is not None and self.host_memory is None:
             raise ValueError("offload_folder is for experts beyond host_memory, which is not given. Give both or none.")
         if self.pack is not None and self.pack != "auto" and not isinstance(self.pack, bool):

@@ -26,7 +26,7 @@ from .calls.guarded import GuardedRows, Present
 from .calls.remains import kept_views, versions
 from .calls.tracing import opaque, traceable
 from .discovery import implementation_of, is_decorated, reads_only_routed_rows, takes_other_ids
-from .ops import refuse_export
+from .ops import refuse_export, refuse_trace
 from .scheduling.scheduler import PrefetchScheduler
 
 __all__ = ["ExpertPrefetchHook", "all_or_nothing", "announce", "attach", "detach", "flatten", "hook_of", "put_on"]
@@ -78,6 +78,8 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a bank's module: its own forward, on tensors of the device."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            refuse_trace()
         first = next(iter(args or kwargs.values()), None)
         if isinstance(first, torch.Tensor) and first.device != self.device:
             args, kwargs = send_to_device(args, self.device), send_to_device(kwargs, self.device)

@@ -19,11 +19,16 @@ from typing import NoReturn, Protocol
 
 import torch
 
-__all__ = ["Runner", "refuse_export", "register"]
+from .scheduling.scheduler import PrefetchScheduler
+
+__all__ = ["Runner", "refuse_export", "refuse_trace", "register", "schedulers"]
 
 
 class Runner(Protocol):
-    """What runs an experts module."""
+    """What runs an experts module, and the scheduler that it asks."""
+
+    @property
+    def scheduler(self) -> PrefetchScheduler: ...
 
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Hidden states (tokens x hidden) of the experts' weighted outputs."""
@@ -40,11 +45,24 @@ def register(runner: Runner) -> int:
     return number
 
 
+def schedulers() -> list[PrefetchScheduler]:
+    """The schedulers of all models that are enabled in this process."""
+    return list(dict.fromkeys(runner.scheduler for runner in list(_runners.values())))
+
+
 def refuse_export() -> NoReturn:
     """Say why there is no exported program of a model that is enabled."""
     raise RuntimeError(
         "torch.export can't take prefetched experts along: what it writes could not find them again. Call "
         "disable_expert_prefetch(model) first."
+    )
+
+
+def refuse_trace() -> NoReturn:
+    """Say why there is no trace of a model that is enabled."""
+    raise RuntimeError(
+        "torch.jit.trace, and torch.onnx.export by way of it, can't take prefetched experts along: they would note where these "
+        "are during this call. Call disable_expert_prefetch(model) first."
     )
 
 

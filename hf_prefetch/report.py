@@ -50,6 +50,7 @@ class Report:
         host_bytes: host memory held for banks, and `pinned_bytes` the page-locked part of it.
         file_bytes: bytes of banks that are kept in files.
         weight_bytes: bytes of those banks' weights, which is more where they are packed.
+        unpacked_banks: those of which nothing is packed, though that was asked for.
         staging_bytes: host memory held for the chunks through which banks go that are not page-locked.
         staged_bytes: bytes that came through them, which took `staged_seconds` to get there, whatever else happened meanwhile.
     """
@@ -80,6 +81,7 @@ class Report:
     host_bytes: int
     pinned_bytes: int
     file_bytes: int
+    unpacked_banks: int
     weight_bytes: int
     staging_bytes: int
     staged_bytes: int
@@ -103,6 +105,8 @@ class Report:
         pinned = f"{self.pinned_bytes / self.host_bytes:.0%} of it page-locked" if self.host_bytes else "nothing held"
         if self.is_packed:
             pinned += f"; packed, {shown(self.weight_bytes)} of weights"
+        if self.unpacked_banks:
+            pinned += f"; {self.unpacked_banks:,} of {self.banks:,} banks are not packed"
         copies = f"{self.copies:,} whole banks ({self.unused_copies:,} unused) and single experts"
         ahead = "looks ahead" if self.looks_ahead else "does not look ahead: plain copies"
         cached = "no row cache: expert_cache= gives one" if self.banks else "nothing to cache"

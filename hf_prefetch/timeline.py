@@ -85,9 +85,13 @@ class Timeline:
 
         Raises:
             ValueError: nothing was recorded.
+            ImportError: there is no matplotlib.
         """
-        from matplotlib import pyplot
-        from matplotlib.patches import Patch
+        try:
+            from matplotlib import pyplot
+            from matplotlib.patches import Patch
+        except ImportError as error:
+            raise ImportError("timeline.plot() needs matplotlib: pip install 'hf-prefetch[plot]'.") from error
 
         spans = self.spans()
         if not spans:

@@ -194,6 +194,12 @@ GENERATE = ["generate", "demo", "--prompt", "x"]
         pytest.param(["bench", str(ROOT)], 1, "without config.json", id="a folder without a model"),
         pytest.param(["bench", "demo", "--prompt-lengths", "8,x"], 2, "'8,x' is no list of numbers", id="no lengths"),
         pytest.param(["bench", "demo", "--json", "nowhere/out.json"], 2, "no folder nowhere", id="no folder for --json"),
+        pytest.param(["pack", "demo", "--out", ""], 2, "'--out': the path is empty", id="an empty --out"),
+        pytest.param(["bench", "demo", "--json", ""], 2, "'--json': the path is empty", id="an empty --json"),
+        pytest.param(["generate", "demo", "--prompt-file", ""], 2, "'--prompt-file': the path", id="an empty --prompt-file"),
+        pytest.param(
+            [*GENERATE, "--host-memory", "0", "--offload-folder", ""], 2, "'--offload-folder': the", id="an empty folder"
+        ),
         pytest.param(["bench"], 2, "model", id="no model"),
         pytest.param(["sing"], 2, "sing", id="no such command"),
     ],
@@ -271,10 +277,11 @@ def test_pack_verify(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pack", "demo", "--verify", *ON_CPU]) == 0
     printed = capsys.readouterr()
     rows = {line.split("  ")[0]: line for line in printed.out.splitlines()}
-    assert set(rows) == {"experts", "before", "packed", "escapes", "information", "every bit"}
+    assert set(rows) == {"experts", "layers", "before", "packed", "escapes", "information", "every bit"}
     tensors = {key: tensor for key, tensor in load_demo_model().state_dict().items() if ".experts." in key}
     # The file has a tensor for each expert and projection; gate and up are one in the model.
     assert f" {3 * sum(tensor.shape[0] for tensor in tensors.values()) // 2} " in rows["experts"]
+    assert " 7 of 7 " in rows["layers"]
     assert " yes " in rows["every bit"]
     assert printed.err == ""
     assert printed.out in (ROOT / "docs" / "packing.md").read_text(), "the document shows it"
@@ -345,3 +352,25 @@ def test_a_warning_is_one_line() -> None:
     assert code == 0
     (line,) = [line for line in err.splitlines() if not line.startswith(STAND_IN)]
     assert line.startswith("hf_prefetch: expert_cache is 1.00 KiB")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_warning_comes_when_the_text_has_ended(stopped: bool) -> None:
+    """Both go to one terminal or file as a rule. Nor is the warning lost if the text is broken off."""
+    length = "4000" if stopped else "3"
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", length, "--expert-cache", "1KiB", *ON_CPU]
+    process = start("generate", "demo", *arguments, stderr=subprocess.STDOUT)
+    text = ""
+    if stopped:
+        while PROMPT not in text or len(text.partition(PROMPT)[2]) < 40:
+            assert process.stdout is not None
+            text += process.stdout.read(64).decode()
+        process.send_signal(signal.SIGINT)
+    code, rest, _ = finish(process)
+    lines = (text + rest).splitlines()
+    assert code == (130 if stopped else 0), lines
+    said = [line for line in lines if "expert_cache is" in line]
+    assert len(said) == 1
+    assert said[0].startswith("hf_prefetch: ")
+    assert lines.index(said[0]) > max(number for number, line in enumerate(lines) if PROMPT in line)
+    assert lines[-2 if stopped else -1] == said[0]

@@ -350,3 +350,20 @@ def test_export(device: torch.device, strict: bool) -> None:
             assert torch.equal(model(ids).logits, logits)
         program = torch.export.export(module, given, strict=strict)
         assert torch.equal(program.module()(*given), expected)
+
+
+def test_jit_trace(device: torch.device) -> None:
+    """A trace would note where experts are during one call: it is refused with the remedy, and works when disabled."""
+    # What a function reads becomes a constant, which must not want gradients.
+    model, ids = small(device).requires_grad_(False), prompt(3, device=device)
+
+    def call(ids: torch.Tensor) -> torch.Tensor:
+        return model(ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        expected = call(ids)
+        with cached(model, 4, device):
+            with pytest.raises(RuntimeError, match=r"torch\.jit\.trace.*disable_expert_prefetch"):
+                torch.jit.trace(call, (ids,), check_trace=False)
+            assert torch.equal(call(ids), expected)
+        assert torch.equal(torch.jit.trace(call, (ids,), check_trace=False)(ids), expected)

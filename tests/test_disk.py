@@ -387,6 +387,7 @@ def test_models_that_accelerate_has_offloaded(
         ({"host_memory": -1}, ValueError, "host_memory can't be negative"),
         ({"offload_folder": "somewhere"}, ValueError, "for experts beyond host_memory"),
         ({"offload_folder": 3, "host_memory": 1}, TypeError, "must be a path"),
+        ({"offload_folder": "", "host_memory": 1}, ValueError, "offload_folder is empty"),
         ({"host_memory": 1, "pack": True}, ValueError, "pack=True"),
     ],
 )

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained
+from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained, save_packed
 from hf_prefetch.config import PrefetchConfig
 from hf_prefetch.routing import inject_routing
 from hf_prefetch.testing import FakeDevice
@@ -310,3 +310,26 @@ def test_an_interrupt_of_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch
     assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
     with pytest.raises(KeyboardInterrupt):
         time.sleep(5)
+
+
+def test_the_note_about_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    """Once a model as long as it is enabled, and not where nothing is sent."""
+    model = build("mixtral")
+    with caplog.at_level("WARNING", logger="hf_prefetch"):
+        enable_expert_prefetch(model, device="cpu", n_cpu_moe=0, progress=False)
+        disable_expert_prefetch(model)
+        assert not caplog.records
+        for slots in (3, 2, 4):
+            enable_expert_prefetch(model, slots, device="cpu", progress=False)
+        disable_expert_prefetch(model)
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["hf_prefetch: this computes on the CPU"]
+
+
+def test_packed_experts_that_would_go_to_files(tmp_path: Path) -> None:
+    """The first of the layers is named, each time, with what helps, which unpacking is not."""
+    save_packed(build("qwen3_moe", torch.bfloat16), tmp_path, progress=False)
+    for pack in (None, False) * 3:
+        with pytest.raises(ValueError, match=r"^The experts of model\.layers\.0\.mlp\.experts come from a packed") as caught:
+            from_pretrained(tmp_path, pack=pack, host_memory=0, device="cpu", progress=False)
+        assert "leave out host_memory, give more of it, or load the ordinary checkpoint" in str(caught.value)
+    from_pretrained(tmp_path, pack=False, host_memory="1GiB", device="cpu", progress=False)

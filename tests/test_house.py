@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import hf_prefetch
 
 ROOT = Path(hf_prefetch.__file__).parent
 TOP = "hf_prefetch"
+REPOSITORY = Path(__file__).parent.parent
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 # Each line is a floor. A file in the package's own folder counts as a room of its own.
 FLOORS = [
@@ -70,3 +75,21 @@ def test_imports_go_down_only() -> None:
 
 def test_nothing_is_imported_in_a_circle() -> None:
     graphlib.TopologicalSorter({name: targets - {name} for name, targets in graph().items()}).prepare()
+
+
+def test_the_document_names_every_room() -> None:
+    """With a word on each, in the order of the floors; and each module is in a room."""
+    text = (REPOSITORY / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\S+)` \| .+ \|$", text.partition("## Where what is")[2], re.MULTILINE)
+    named = [row.strip("/").removesuffix(".py").replace("/", ".") for row in rows]
+    assert sorted(named) == sorted(set().union(*FLOORS))
+    assert [floor(room) for room in named] == sorted(map(floor, named))
+    assert all((ROOT / row).exists() for row in rows)
+    assert {module.split(".")[0] for module in modules()} - {"__init__", "__main__"} <= set(named)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_documents_name_are_there(document: Path) -> None:
+    """By their paths in the repository or in the package."""
+    named = re.findall(r"`([\w/.]+\.py)`", document.read_text(encoding="utf-8"))
+    assert [name for name in named if not any((place / name).is_file() for place in (REPOSITORY, ROOT))] == []

@@ -31,6 +31,8 @@ from test_architectures import REFUSED
 FIRST = "packed-00001-of-00008.safetensors"
 # Of these AutoModelForCausalLM loads a part, under names that transformers knows from their own checkpoints only.
 PARTS = ("dots3_note",)
+# Of these nothing is packed: for how experts lie or are called, and of the last one because its rows are that short.
+UNPACKABLE = ("dbrx", "jetmoe", "llama4_text", "longcat_flash", "nemotron_h_latent")
 
 
 def load(folder: Path, **options: Any) -> Any:
@@ -139,7 +141,11 @@ def test_architectures(name: str, tmp_path: Path) -> None:
             save_packed(model, tmp_path / "packed", progress=False)
         assert not list((tmp_path / "packed").iterdir())
         return
-    save_packed(model, tmp_path / "packed", progress=False)
+    if name in UNPACKABLE:
+        with pytest.raises(ValueError, match="nothing to pack"):
+            save_packed(model, tmp_path / "packed", progress=False)
+        return
+    assert save_packed(model, tmp_path / "packed", progress=False).packed
     loaded, values = load(tmp_path / "packed"), state_of(expected)
     if type(loaded) is type(model):
         # transformers may cast some, and does not find all again that it has saved.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,13 @@ def test_a_device_that_is_behind_is_waited_for() -> None:
         model(torch.arange(40)[None])
     assert len(timeline.spans()) == 21
     disable_expert_prefetch(model)
+
+
+def test_without_matplotlib_it_says_what_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra, which pyproject has."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'hf-prefetch\[plot\]'"):
+        Timeline().plot()
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(r'^plot = \["matplotlib', project, re.MULTILINE)
+    assert re.search(r'^name = "hf-prefetch"', project, re.MULTILINE)

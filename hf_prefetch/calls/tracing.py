@@ -50,11 +50,11 @@ class _Compiled:
     """What the operator runs."""
 
     def __init__(self, hook: ExpertPrefetchHook, run: Callable[..., Any]) -> None:
-        self._hook = hook
+        self.scheduler = hook.scheduler
         self._run = run
 
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        with self._hook.scheduler.in_compiled_code():
+        with self.scheduler.in_compiled_code():
             return self._run(hidden, ids, weights)  # type: ignore[no-any-return]
 
 

@@ -18,7 +18,7 @@ from ..banks.forms import is_plain
 from ..discovery import find_banks
 from ..memory.packed_files import PackedFiles, is_packed
 from ..memory.packing import PackedRows
-from ..model.packed import PackedWeights, packed_rows
+from ..model.packed import PackedWeights, packed_rows, unsuited
 from ..model.placement import is_dispatched
 from ..progress import byte_progress
 from ..scheduling.scheduler import PrefetchScheduler
@@ -67,8 +67,8 @@ def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: b
 
     Raises:
         TypeError: it is no transformers model.
-        ValueError: it has no experts in bfloat16, or some of its weights are not here, or are in a quantized format; or it is
-            not what `from_pretrained` would make of its config; or the name of the folder is empty.
+        ValueError: it has no experts that can be packed, or some of its weights are not here, or are in a quantized format; or
+            it is not what `from_pretrained` would make of its config; or the name of the folder is empty.
         RuntimeError: called from inside a forward of the model.
         FileExistsError, NotADirectoryError: the folder holds an ordinary checkpoint, or is a file.
 
@@ -156,6 +156,11 @@ def _write(
             after += files.write(plain, packed)
             count += len(packed)
             bar.update(size)
+        if not count:
+            raise ValueError(
+                "There is nothing to pack: none of this model's experts would get a tenth smaller by it. save_pretrained "
+                "writes it as it is."
+            )
         model.config.save_pretrained(files.unfinished)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(files.unfinished)
@@ -227,11 +232,10 @@ def _groups(model: nn.Module) -> list[tuple[dict[str, torch.Tensor], bool]]:
         )
     found = find_banks(model).banks
     banks = [bank for bank in found if bank.layout.has_rows]
-    dtypes = {parameter.dtype for bank in found for parameter in bank.parameters.values()}
-    if torch.bfloat16 not in dtypes:
-        formats = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    reasons = [unsuited(bank) for bank in found]
+    if None not in reasons:
         raise ValueError(
-            f"There is nothing to pack: this model's experts are {formats}, and only bfloat16 is packed. save_pretrained "
+            f"There is nothing to pack: this model's experts {'; '.join(map(str, dict.fromkeys(reasons)))}. save_pretrained "
             "writes it as it is."
         )
     bank_of = {id(parameter): number for number, bank in enumerate(banks) for parameter in bank.parameters.values()}

@@ -16,7 +16,7 @@ from ..streams import stream_device
 
 __all__ = [
     "Device", "ExpertCache", "GpuMemory", "HostMemory", "ModelName", "NCpuMoe", "OffloadFolder", "Pack", "PinMemory", "Slots",
-    "TrustRemoteCode", "config_of", "numbers", "one_line", "refusing",
+    "TrustRemoteCode", "config_of", "numbers", "one_line", "path_of", "refusing",
 ]  # fmt: skip
 
 
@@ -68,6 +68,13 @@ def numbers(text: str) -> str:
     if not all(word.strip().isdigit() and int(word) > 0 for word in text.split(",")):
         raise typer.BadParameter(f"{text!r} is no list of numbers such as 32,512,2048")
     return text
+
+
+def path_of(text: str | Path) -> Path:
+    """The path that an option names. An empty one is an unset variable in a script as a rule, and not the current folder."""
+    if not str(text):
+        raise typer.BadParameter("the path is empty; the current folder is .")
+    return Path(text)
 
 
 ModelName = Annotated[
@@ -154,7 +161,10 @@ HostMemory = Annotated[
 OffloadFolder = Annotated[
     Path | None,
     typer.Option(
-        "--offload-folder", help="Where experts beyond --host-memory are written that can't be read as they lie there."
+        "--offload-folder",
+        help="Where experts beyond --host-memory are written that can't be read as they lie there.",
+        parser=path_of,
+        metavar="PATH",
     ),
 ]
 

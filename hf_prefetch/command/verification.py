@@ -9,13 +9,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from ..discovery import find_banks
 from ..memory.checkpoint import StoredTensor, read_headers
 from ..memory.packed_files import damaged_tensors, is_packed
 from ..memory.packing import PackedRows, pack, unpack
+from ..model.packed import unsuited
 from ..model.packed_weights import PackedWeights
 from ..progress import byte_progress
 from ..sizes import shown
@@ -38,6 +41,8 @@ class Verification:
         others: tensors of experts in other formats, which are left as they are.
         nbytes: bytes of those in bfloat16, and `packed_nbytes` after packing.
         escapes: weights that are kept whole.
+        layers: how many layers of the model that the config describes have experts that can be packed, and how many have
+            experts at all; None if the config alone makes no model.
         bits: of information in a weight, if its exponents are coded without loss one by one.
         wrong: tensors of which not every bit came back.
     """
@@ -45,6 +50,7 @@ class Verification:
     name: str
     tensors: int
     others: int
+    layers: tuple[int, int] | None
     nbytes: int
     packed_nbytes: int
     escapes: int
@@ -59,8 +65,12 @@ class Verification:
     def __str__(self) -> str:
         others = f", {self.others:,} more in other formats stay as they are" if self.others else ""
         same = f"NOT the same in {', '.join(self.wrong[:3])}" if self.wrong else "the same after packing and unpacking"
+        layers = ("?", "which of them a model keeps packed is not known: the config alone makes no model; --out says it")
+        if self.layers is not None:
+            layers = ("{} of {}".format(*self.layers), "whose experts a model keeps packed")
         rows = [
             ("experts", f"{self.tensors:,}", f"tensors in bfloat16 in {self.name}{others}"),
+            ("layers", *layers),
             ("before", shown(self.nbytes), "16 bits a weight"),
             ("packed", shown(self.packed_nbytes), f"{self.ratio:.4f} of it, {16 * self.ratio:.2f} bits a weight"),
             ("escapes", f"{self.escapes:,}", f"weights kept whole, {2e4 * self.escapes / self.nbytes:.2f} of 10,000"),
@@ -105,7 +115,7 @@ def verify(folder: Path, name: str, device: torch.device, *, progress: bool | No
 
     Raises:
         FileNotFoundError: there are no safetensors files.
-        ValueError: a file is broken, or there are no experts in bfloat16.
+        ValueError: a file is broken, or there are no experts in bfloat16, or none that a model could keep packed.
     """
     if is_packed(folder):
         return _checked(folder, name, progress)
@@ -124,6 +134,10 @@ def verify(folder: Path, name: str, device: torch.device, *, progress: bool | No
             f"{name} has no weights whose names have 'expert' or 'experts' as a part, and --verify goes by names. --out packs "
             "what the model itself has as experts, and says how many tensors that were; --verify of what was written checks it."
         )
+    reasons = _reasons(folder)
+    if reasons and None not in reasons:
+        why = "; ".join(map(str, dict.fromkeys(reasons)))
+        raise ValueError(f"{name} has nothing to pack, whatever its weights are: its experts {why}")
     packed_nbytes, escapes, wrong = 0, 0, []
     counts = torch.zeros(256, dtype=torch.int64)
     with byte_progress(sum(stored.nbytes for stored in suited), "experts packed and compared", progress) as bar:
@@ -140,9 +154,24 @@ def verify(folder: Path, name: str, device: torch.device, *, progress: bool | No
     shares = counts[counts > 0].double() / counts.sum()
     information = _OTHER_BITS - float((shares * shares.log2()).sum())
     nbytes = sum(stored.nbytes for stored in suited)
-    return Verification(
-        name, len(suited), len(experts) - len(suited), nbytes, packed_nbytes, escapes, information, tuple(wrong)
-    )
+    others, layers = len(experts) - len(suited), (reasons.count(None), len(reasons)) if reasons else None
+    return Verification(name, len(suited), others, layers, nbytes, packed_nbytes, escapes, information, tuple(wrong))
+
+
+def _reasons(folder: Path) -> list[str | None]:
+    """Of each layer with experts of the model that a config describes, why these can't be packed. Empty if there is no model.
+
+    Whether they can is not in the files: it depends on how a model holds and calls them.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        return [unsuited(bank) for bank in find_banks(model).banks]
+    except Exception:  # noqa: BLE001 - whatever code and configs of others raise, then it is not known
+        return []
 
 
 def _checked(folder: Path, name: str, progress: bool | None) -> Checked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from ..banks.bank import ExpertBank
 from ..hooks import detach, hook_of
+from ..ops import schedulers
 from ..scheduling.scheduler import PrefetchScheduler
 from .guards import unguard
 from .undo import Undo
@@ -20,13 +20,10 @@ Enabled = list[tuple[PrefetchScheduler, Undo]]
 
 # Where an enabled model keeps the way back.
 _UNDO = "_expert_prefetch_undo"
-# Those of all models in this process.
-_schedulers: weakref.WeakSet[PrefetchScheduler] = weakref.WeakSet()
 
 
 def remember(model: nn.Module, scheduler: PrefetchScheduler, undo: Undo) -> None:
     """What is enabled on a model, and how to undo it."""
-    _schedulers.add(scheduler)
     model.__dict__.update({"expert_prefetch": scheduler, _UNDO: undo})
 
 
@@ -83,7 +80,7 @@ def free_orphans(model: nn.Module) -> None:
 def refuse_foreign(model: nn.Module, banks: Collection[ExpertBank]) -> None:
     """Refuse what is prefetched through another object: that would send the old memory of its Parameters."""
     own = [scheduler for scheduler, _ in _enabled(model)]
-    others = [scheduler for scheduler in _schedulers if scheduler not in own and not scheduler.has_ended]
+    others = [scheduler for scheduler in schedulers() if scheduler not in own and not scheduler.has_ended]
     theirs = {id(parameter) for scheduler in others for bank in scheduler.banks for parameter in bank.parameters.values()}
     for bank in banks:
         hooks = [hook for module in bank.modules if (hook := hook_of(module)) is not None]

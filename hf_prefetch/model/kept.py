@@ -66,13 +66,19 @@ class Kept:
         self._files = files
         budget = config.host_budget
         chosen = [] if budget is None else choose_file_banks([bank.nbytes for bank in banks], budget)
-        self._banks = {banks[index] for index in chosen}
+        self._banks = {banks[index]: None for index in chosen}
         self.wants_back = files.wants_back
         for bank in self._banks:
+            if bank.has_packed:
+                raise ValueError(
+                    f"The experts of {bank.name} come from a packed checkpoint, and packed experts can't be kept in files, nor "
+                    "unpacked (pack=False) without host memory: leave out host_memory, give more of it, or load the ordinary "
+                    "checkpoint."
+                )
             if not all(isinstance(parameter, nn.Parameter) and is_plain(parameter) for parameter in bank.parameters.values()):
                 raise ValueError(
-                    f"{bank.name} has quantized or packed weights, which can't be kept in files: leave out host_memory or "
-                    "load the model dequantized and unpacked."
+                    f"{bank.name} has quantized weights, which can't be kept in files: leave out host_memory or load "
+                    "the model dequantized."
                 )
 
     def __contains__(self, bank: ExpertBank) -> bool:

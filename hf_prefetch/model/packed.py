@@ -16,7 +16,7 @@ from ..memory.store import Load, copy_value
 from ..streams import StreamDevice
 from .packed_weights import PackedWeights
 
-__all__ = ["PackedWeights", "laid_out", "pack_bank", "packed_rows", "unpack_bank"]
+__all__ = ["PackedWeights", "laid_out", "pack_bank", "packed_rows", "unpack_bank", "unsuited"]
 
 # Packing has to leave no more than this share of the bytes, or the weights stay as they are.
 _WORTH_IT = 0.9
@@ -27,6 +27,24 @@ def _suits(weights: torch.Tensor) -> bool:
     if not is_plain(weights) or weights.dtype is not torch.bfloat16 or weights.dim() != 3:
         return False
     return weights.is_contiguous() and weights.shape[1:].numel() % 2 == 0
+
+
+def unsuited(bank: ExpertBank) -> str | None:
+    """Why nothing of a bank can be packed, whatever its values are: what follows "its experts". None if something can."""
+    parameters = list(bank.parameters.values())
+    if bank.has_packed or (bank.layout.has_rows and any(map(_suits, parameters))):
+        return None
+    if not bank.is_plain:
+        return "are quantized, and only bfloat16 is packed"
+    dtypes = {parameter.dtype for parameter in parameters}
+    if torch.bfloat16 not in dtypes:
+        formats = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"are {formats}, and only bfloat16 is packed"
+    if bank.layout.has_rows:
+        return "are not contiguous, or have an odd number of weights, which kernels can't unpack"
+    if all(parameter.dim() > 1 and parameter.shape[0] == bank.num_experts for parameter in parameters):
+        return "are called without their ids, and only experts that calls name by ids are packed"
+    return "don't lie in tensors with a row for each of them, and only such tensors are packed"
 
 
 def packed_rows(weights: torch.Tensor, device: StreamDevice) -> PackedRows | None:
@@ -57,7 +75,7 @@ def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
     """Pack those Parameters of a bank that get smaller by it. They stay the same objects.
 
     Args:
-        bank: whose rows are experts; of another one nothing is packed.
+        bank: whose rows are experts; of another one nothing is packed, see `unsuited`.
         home: the device that computes with it, which also packs, if it is a GPU. Then what is packed is there.
         load: writes a Parameter's value to where it goes.
 

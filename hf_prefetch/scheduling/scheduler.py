@@ -255,6 +255,7 @@ class PrefetchScheduler:
                 staging_bytes=ledger.held(Purpose.STAGING),
                 staged_bytes=sum(lane.staging.nbytes for lane in self._lanes),
                 staged_seconds=sum(lane.staging.seconds for lane in self._lanes),
+                unpacked_banks=sum(not bank.has_packed for bank in self.banks) if self.config.pack else 0,
                 weight_bytes=sum(bank.weight_nbytes for bank in self.banks),
             )
 
