@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from ..banks.layout import BankLayout, TensorSpec
 from .checkpoint import StoredTensor, state_of
 from .deferred import LOOKS, Packed, Recipe, pieces
+from .read_only import run_reading
 
 __all__ = ["Extent", "FileSource", "OnDisk", "extents_of", "replace_parameter"]
 
@@ -191,14 +192,14 @@ class OnDisk(torch.Tensor):
         if func in LOOKS or name == "__set__":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-        if isinstance(args[0] if in_place and args else kwargs.get("out"), OnDisk):
-            raise RuntimeError(
-                "These weights stay in their files (host_memory=), so they can't be written to. Call "
-                "disable_expert_prefetch(model) first, which reads them into memory."
-            )
-        args, kwargs = tree_map_only(OnDisk, lambda weights: weights.read(), (args, kwargs))
-        return func(*args, **kwargs)
+        read: list[torch.Tensor] = []
+
+        def reading(weights: OnDisk) -> torch.Tensor:
+            read.append(weights.read())
+            return read[-1]
+
+        args, kwargs = tree_map_only(OnDisk, reading, (args, kwargs))
+        return run_reading(func, read, args, kwargs)
 
 
 def _getter(name: str) -> Any:
