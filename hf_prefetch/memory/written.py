@@ -42,7 +42,8 @@ def write_bank(
     """Write a bank to a safetensors file, unless it is there already, and read it from there from now on.
 
     A file that was made of a checkpoint is kept, and used again as long as the checkpoint is the same. What was made of
-    weights in memory is of no use later: such a file is taken off the folder as soon as it is open.
+    weights in memory is of no use later: such a file is taken off the folder as soon as it is open. What is found is compared
+    with its checksums when it is read for the first time, since reading all of it now would take as long as the checkpoint.
 
     Args:
         folder: where the file goes.
@@ -51,9 +52,6 @@ def write_bank(
         recipes: of which tensors of a checkpoint it is made, if it is.
         fill: writes the bank's bytes to a block: flat uint8.
 
-    What is found is compared with its checksums when it is read for the first time, since reading all of it now would take
-    as long as reading the checkpoint.
-
     Raises:
         OSError: there is no room, or the folder can't be written to.
     """
@@ -61,7 +59,7 @@ def write_bank(
     file = folder / f"{name or 'experts'}.safetensors"
     if made_of is not None:
         # It may be gone, broken, or be replaced by another process between two looks: then it is written anew.
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError, AttributeError):
             source = _found(file, layout, made_of)
             if source is not None:
                 return source
