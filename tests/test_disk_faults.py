@@ -185,7 +185,8 @@ def test_a_file_that_is_written_to_and_has_its_time_set_back(
     lambda file: os.link(file, file.with_suffix(".link")),
     lambda file: file.rename(file.with_suffix(".old")),
     lambda file: (os.link(file, file.with_suffix(".link")), file.unlink()),
-], ids=["rights", "another name", "renamed", "moved"])  # fmt: skip
+    lambda file: shutil.copyfile(file.rename(file.with_suffix(".old")), file),
+], ids=["rights", "another name", "renamed", "moved", "another in its place"])  # fmt: skip
 def test_what_does_a_file_no_harm(touch: Callable[[Path], Any], tmp_path: Path) -> None:
     folder, ids = save("mixtral", tmp_path), prompt(GATE)
     file = folder / SINGLE
@@ -271,7 +272,7 @@ def test_any_damaged_byte_of_a_header(tmp_path: Path) -> None:
     content = file.read_bytes()
     length = 8 + int.from_bytes(content[:8], "little")
     anew = 0
-    for at in random.Random(1).sample(range(length), 20):
+    for at in (content.index(b"down_proj"), *random.Random(1).sample(range(length), 15)):
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         made = file.stat().st_ino
         model = load(folder, **options)
@@ -280,7 +281,7 @@ def test_any_damaged_byte_of_a_header(tmp_path: Path) -> None:
             assert torch.equal(logits(model, ids), expected), at
         except ValueError as error:
             assert "is damaged" in str(error)  # noqa: PT017 - which of both it is depends on the byte
-    assert anew > 10
+    assert anew > 7
 
 
 def test_an_interrupt_wherever_a_file_is_written(tmp_path: Path) -> None:
