@@ -28,7 +28,8 @@ class Report:
     Attributes:
         slots: device buffers asked for, on each device.
         unpacks: whether one of them is left out, because calls unpack experts into as much memory.
-        banks: expert banks that live in host memory; `resident_banks` are those that stay on the device.
+        banks: expert banks that live in host memory, or in files, as `file_banks` of them do; `resident_banks` are those that
+            stay on the device.
         devices: what they compute on.
         calls: calls of experts modules.
         idle_banks: banks that no call has asked for: of a part of the model that was not used, or of modules that are called
@@ -58,6 +59,7 @@ class Report:
     slots: int
     unpacks: bool
     banks: int
+    file_banks: int
     resident_banks: int
     devices: tuple[str, ...]
     calls: int
@@ -120,11 +122,15 @@ class Report:
         held = f"{shown(self.device_bytes)} on the device"
         if self.unpacks:
             held += f" for {self.slots - 1}; the room of one is left to what calls unpack"
+        where = "in host memory"
+        if self.file_banks:
+            in_memory = self.banks - self.file_banks
+            where = f"{in_memory:,} in host memory and {self.file_banks:,} in files" if in_memory else "in files"
         if not self.devices:
             ahead = "nothing to prefetch: all experts stay on the device"
         return [
             ("device", ", ".join(self.devices) or "-", ahead),
-            ("expert banks", f"{self.banks:,}", f"in host memory, {self.resident_banks:,} more stay on the device{idle}"),
+            ("expert banks", f"{self.banks:,}", f"{where}, {self.resident_banks:,} more stay on the device{idle}"),
             ("slots", f"{self.slots}", held),
             ("host memory", shown(self.host_bytes), pinned),
             *self._file_rows(),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import importlib
 import os
+import pickle
 import random
 import shutil
 import threading
@@ -88,6 +90,10 @@ def test_the_same_bits_from_files(family: str, form: str, budget: Any, tmp_path:
     layers, total = len(experts_of(model)), bank_bytes(expected)
     report = model.expert_prefetch.report()
     assert report.host_bytes + report.file_bytes == total
+    kept = len({name.split(".experts")[0] for name in on_disk(model)})
+    assert report.file_banks == kept
+    where = "in files, 0 more" if kept == report.banks else f"{report.banks - kept} in host memory and {kept} in files, 0 more"
+    assert where in str(report)
     assert report.file_bytes == total if budget == 0 else total // 2 <= report.file_bytes <= total // 2 + total // layers
     assert report.pinned_bytes == report.host_bytes
     assert device.registered_bytes <= report.host_bytes + 4096 * layers, "nothing else is page-locked before it is needed"
@@ -243,6 +249,55 @@ def test_gradients_and_writing(tmp_path: Path) -> None:
     assert torch.equal(parameter.float().sum(), dict(expected.named_parameters())[on_disk(model)[0]].float().sum())
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
+WAYS_TO_WRITE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "in place": lambda p: p.mul_(2),
+    "an index": lambda p: p[3].zero_(),
+    "set an index": lambda p: p.__setitem__(2, 0),
+    "data": lambda p: p.data[1].data.add_(1),
+    "a view of a view": lambda p: p.view(-1)[5:].detach().fill_(1),
+    "one of many": lambda p: next(iter(p)).zero_(),
+    "the same": lambda p: p.contiguous().zero_(),
+    "init of all": torch.nn.init.zeros_,
+    "init of one": lambda p: torch.nn.init.normal_(p[2]),
+    "out=": lambda p: torch.add(torch.ones(()), 1, out=p[1]),
+    "foreach": lambda p: torch._foreach_mul_(list(p.detach()), 2),
+    "numpy": lambda p: p[1].detach().numpy().fill(0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_WRITE)
+def test_whatever_writes_is_refused(way: str, tmp_path: Path) -> None:
+    """Through a view as well: what was read for it is nobody's but its own, so the write would be lost."""
+    folder = save("mixtral", tmp_path)
+    model, expected = load(folder), reference(folder)
+    name = on_disk(model)[0]
+    with torch.no_grad(), pytest.raises((RuntimeError, ValueError), match=r"stay in their files|destination is read-only"):
+        WAYS_TO_WRITE[way](model.get_parameter(name))
+    assert torch.equal(model.get_parameter(name), expected.get_parameter(name))
+
+
+def test_a_view_is_as_good_as_any_to_read(tmp_path: Path) -> None:
+    folder = save("mixtral", tmp_path)
+    model, expected = load(folder), reference(folder)
+    name = on_disk(model)[0]
+    view, same = model.get_parameter(name)[1].detach(), expected.get_parameter(name)[1].detach()
+    for look in (torch.clone, copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), lambda t: t.float() @ t.T.float()):
+        seen = look(view)
+        assert type(seen) is torch.Tensor
+        assert torch.equal(seen, look(same))
+        seen.zero_()
+    assert view.tolist() == same.tolist()
+    assert repr(view) == repr(same)
+    assert (view.numpy() == same.numpy()).all()
+    assert torch.equal(torch.zeros_like(same).copy_(view), same)
+    grads = []
+    for weights in (view, same):
+        inputs = torch.ones(2, same.shape[1], requires_grad=True)
+        torch.nn.functional.linear(inputs, weights).sum().backward()
+        grads.append(inputs.grad)
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("change", ["truncated", "written to", "replaced", "deleted"])

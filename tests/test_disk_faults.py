@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
+import re
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,12 +25,15 @@ from transformers import PreTrainedModel
 import hf_prefetch.memory.loading as reading
 import hf_prefetch.model.kept as kept
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained
+from hf_prefetch.discovery import find_banks
 from hf_prefetch.memory import written as writing
+from hf_prefetch.memory.checkpoint import read_headers
 from hf_prefetch.memory.disk import FileSource
 from hf_prefetch.streams import InOrderDevice
 from hf_prefetch.testing import FakeDevice
 from models import GATE, Snapshot, build, experts_of, prompt
 from test_disk import load, logits, open_files, reference
+from test_faults import Interrupt
 from test_loading import SINGLE, save
 
 
@@ -140,6 +146,60 @@ def test_a_file_that_is_replaced_while_it_is_loaded(
     assert (device.allocated_bytes, device.registered_bytes, open_files(tmp_path)) == (0, 0, 0)
 
 
+# -- a file that others touch -------------------------------------------------------------------------------------
+
+
+def _write_and_set_back(file: Path, at: int) -> None:
+    status = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(b"\1" * 900)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("when", ["in use", "while it is loaded"])
+def test_a_file_that_is_written_to_and_has_its_time_set_back(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ids, look = save("mixtral", tmp_path), prompt(GATE), kept.extents_of
+    time.sleep(0.02)  # the clock of files is coarse
+
+    def change(*arguments: Any) -> Any:
+        _write_and_set_back(folder / SINGLE, (folder / SINGLE).stat().st_size // 2)
+        return look(*arguments) if arguments else None
+
+    if when == "in use":
+        model = load(folder)
+        logits(model, ids)
+        change()
+        with pytest.raises(ValueError, match=r"model\.safetensors was written to while"):
+            logits(model, ids)
+    else:
+        monkeypatch.setattr(kept, "extents_of", change)
+        with pytest.raises(ValueError, match=r"model\.safetensors was written to or replaced while"):
+            load(folder)
+
+
+@pytest.mark.parametrize("touch", [
+    lambda file: file.chmod(0o600),
+    lambda file: os.link(file, file.with_suffix(".link")),
+    lambda file: file.rename(file.with_suffix(".old")),
+    lambda file: (os.link(file, file.with_suffix(".link")), file.unlink()),
+    lambda file: shutil.copyfile(file.rename(file.with_suffix(".old")), file),
+], ids=["rights", "another name", "renamed", "moved", "another in its place"])  # fmt: skip
+def test_what_does_a_file_no_harm(touch: Callable[[Path], Any], tmp_path: Path) -> None:
+    folder, ids = save("mixtral", tmp_path), prompt(GATE)
+    file = folder / SINGLE
+    file.chmod(0o644)
+    model = load(folder)
+    expected, before = logits(model, ids), os.stat(file)
+    time.sleep(0.02)
+    with file.open("rb") as stream:
+        touch(file)
+        assert os.fstat(stream.fileno()).st_ctime_ns != before.st_ctime_ns
+    assert torch.equal(logits(model, ids), expected)
+
+
 # -- the offload folder -------------------------------------------------------------------------------------------
 
 
@@ -175,6 +235,83 @@ def test_an_offload_folder_that_can_not_be_written_to(trouble: str, way: str, tm
     assert (device.allocated_bytes, device.registered_bytes, open_files(tmp_path)) == (0, 0, 0)
     before.assert_restored(model)
     assert torch.equal(logits(model, ids), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, GATE])
+@pytest.mark.parametrize("tensor", [0, -1])
+def test_a_damaged_file_that_is_found_again(tensor: int, tokens: int, tmp_path: Path) -> None:
+    """Its weights are compared with checksums when they are read for the first time: an error names the file."""
+    folder, written, ids = save("mixtral", tmp_path / "model"), tmp_path / "written", prompt(tokens)
+    options: dict[str, Any] = {"dtype": "bfloat16", "offload_folder": written}
+    expected = logits(load(folder, **options), ids)
+    file = next(written.iterdir())
+    made = file.stat().st_ino
+    assert torch.equal(logits(load(folder, **options), ids), expected)
+    assert file.stat().st_ino == made
+    places = sorted(read_headers([file]).values(), key=lambda stored: stored.offset)
+    stored = places[tensor]
+    content = bytearray(file.read_bytes())
+    # A bit of each row, since a single token reads few of them.
+    for row in range(stored.shape[0]):
+        content[stored.offset + (row + 1) * (stored.nbytes // stored.shape[0]) - 1] ^= 1
+    file.write_bytes(content)
+    model = load(folder, **options)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"{re.escape(file.name)} is damaged: .* Delete it"):
+            logits(model, ids)
+    file.unlink()
+    assert torch.equal(logits(load(folder, **options), ids), expected)
+
+
+def test_any_damaged_byte_of_a_header(tmp_path: Path) -> None:
+    """Such a file is written anew, or what it holds is refused."""
+    folder, written, ids = save("mixtral", tmp_path / "model"), tmp_path / "written", prompt(GATE)
+    options: dict[str, Any] = {"dtype": "bfloat16", "offload_folder": written}
+    expected = logits(load(folder, **options), ids)
+    file = next(written.iterdir())
+    content = file.read_bytes()
+    length = 8 + int.from_bytes(content[:8], "little")
+    anew = 0
+    for at in (content.index(b"down_proj"), *random.Random(1).sample(range(length), 15)):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        made = file.stat().st_ino
+        model = load(folder, **options)
+        anew += file.stat().st_ino != made
+        try:
+            assert torch.equal(logits(model, ids), expected), at
+        except ValueError as error:
+            assert "is damaged" in str(error)  # noqa: PT017 - which of both it is depends on the byte
+    assert anew > 7
+
+
+def test_an_interrupt_wherever_a_file_is_written(tmp_path: Path) -> None:
+    """Neither a file nor a descriptor stays behind."""
+    model, written = build("mixtral"), tmp_path / "written"
+    bank = find_banks(model).banks[0]
+    written.mkdir()
+
+    def write(interrupt: Interrupt, made_of: str | None) -> None:
+        source = None
+        with interrupt, contextlib.suppress(KeyboardInterrupt):
+            block = torch.zeros(bank.nbytes, dtype=torch.uint8)
+            if made_of is None:
+                source = writing._write_block(written, "bank", block)
+            else:
+                source = writing._write(written / "bank.safetensors", bank.layout, block, made_of)
+        if source is not None:
+            source.close()
+
+    for made_of in (None, "a checkpoint"):
+        whole = Interrupt(0)
+        write(whole, made_of)
+        assert len(whole.lines) > 20
+        for at in range(1, len(whole.lines)):
+            for file in written.iterdir():
+                file.unlink()
+            interrupt = Interrupt(at)
+            write(interrupt, made_of)
+            assert {file.suffix for file in written.iterdir()} <= {".safetensors"}, whole.lines[at]
+            assert open_files(written) == 0, whole.lines[at]
 
 
 @pytest.mark.parametrize("moment", ["written", "found"])
@@ -214,7 +351,8 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
     folder, written = save("mixtral", tmp_path / "model"), tmp_path / "written"
     written.mkdir()
     name = next(iter(experts_of(build("mixtral"))))
-    left, (begun, busy) = written / f"{name}-left.tmp", (writing._new_file(written, name) for _ in range(2))
+    names = [writing._new_name(written, name) for _ in range(2)]
+    left, (begun, busy) = written / f"{name}-left.tmp", [(file, writing._new_file(file)) for file in names]
     left.write_bytes(b"half of it")
     busy[1].write(b"half of it")
     other = written / "mine.tmp"

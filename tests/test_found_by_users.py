@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -333,3 +335,23 @@ def test_packed_experts_that_would_go_to_files(tmp_path: Path) -> None:
             from_pretrained(tmp_path, pack=pack, host_memory=0, device="cpu", progress=False)
         assert "leave out host_memory, give more of it, or load the ordinary checkpoint" in str(caught.value)
     from_pretrained(tmp_path, pack=False, host_memory="1GiB", device="cpu", progress=False)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_where_a_finalizer_begins_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a Ctrl-C is raised that came during a garbage collection, and nothing of the finalizer runs."""
+    model, device = build("qwen3_moe"), FakeDevice("lazy")
+    enable_expert_prefetch(model, device=device)
+    model(prompt(20))
+    interrupts, call = iter([KeyboardInterrupt]), weakref.finalize.__call__
+
+    def interrupted(self: Any, _: object = None) -> Any:
+        for interrupt in interrupts:
+            raise interrupt
+        return call(self)
+
+    monkeypatch.setattr(weakref.finalize, "__call__", interrupted)
+    del model
+    gc.collect()
+    assert next(interrupts, None) is None
+    assert (device.allocated_bytes, device.registered_bytes) == (0, 0)

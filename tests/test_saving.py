@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from hf_prefetch.model.packed import PackedWeights
 from hf_prefetch.testing import FakeDevice
 from models import FAMILIES, build, experts_of, prompt
 from test_architectures import REFUSED
+from test_disk_faults import no_room
 
 FIRST = "packed-00001-of-00008.safetensors"
 # Of these AutoModelForCausalLM loads a part, under names that transformers knows from their own checkpoints only.
@@ -588,6 +590,24 @@ def test_where_it_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="is a file"):
         save_packed(load_demo_model(), tmp_path / "file")
+
+
+def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error says where, and what to do; the folders that were made for it are gone."""
+    folder = tmp_path / "new" / "packed"
+    says = rf"can't be written to {folder}, and nothing of it is left there: .*File too large.* Free space or give another"
+    with no_room(20_000), pytest.raises(OSError, match=says) as caught:
+        save_packed(load_demo_model(), folder, progress=False)
+    assert caught.value.errno == errno.EFBIG
+    assert not list(tmp_path.iterdir())
+    with no_room(20_000):
+        assert main(["pack", "demo", "--out", str(folder), "--device", "cpu"]) == 1
+    assert "nothing of it is left there" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    folder.parent.mkdir()
+    with no_room(100), pytest.raises(OSError, match="can't be written"):
+        save_packed(load_demo_model(), folder, progress=False)
+    assert list(tmp_path.rglob("*")) == [folder.parent]
 
 
 def test_what_can_not_be_saved(tmp_path: Path) -> None:

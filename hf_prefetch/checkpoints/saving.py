@@ -71,6 +71,7 @@ def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: b
             it is not what `from_pretrained` would make of its config; or the name of the folder is empty.
         RuntimeError: called from inside a forward of the model.
         FileExistsError, NotADirectoryError: the folder holds an ordinary checkpoint, or is a file.
+        OSError: there is no room, or the folder can't be written to.
 
     Example:
         >>> import tempfile
@@ -161,12 +162,13 @@ def _write(
                 "There is nothing to pack: none of this model's experts would get a tenth smaller by it. save_pretrained "
                 "writes it as it is."
             )
-        model.config.save_pretrained(files.unfinished)
-        if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(files.unfinished)
-        for file in beside:
-            if not (files.unfinished / file.name).exists() and (files.replaces or not (folder / file.name).exists()):
-                copyfile(file, files.unfinished / file.name)
+        with files.writing():
+            model.config.save_pretrained(files.unfinished)
+            if model.can_generate() and model.generation_config is not None:
+                model.generation_config.save_pretrained(files.unfinished)
+            for file in beside:
+                if not (files.unfinished / file.name).exists() and (files.replaces or not (folder / file.name).exists()):
+                    copyfile(file, files.unfinished / file.name)
         files.finish(model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."))
         if type(model) is not made:
             # Of such a model a part is loaded, under names that only transformers' loading knows.

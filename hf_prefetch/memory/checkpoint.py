@@ -8,11 +8,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["StoredTensor", "UnknownDtypeError", "header_of", "read_headers", "read_metadata", "runs", "state_of"]
+__all__ = [
+    "FileState",
+    "StoredTensor",
+    "UnknownDtypeError",
+    "header_of",
+    "is_unchanged",
+    "read_headers",
+    "read_metadata",
+    "runs",
+    "state_of",
+]
 
 # safetensors' names of the types that torch can hold one element of. Types that pack two numbers into a byte are not here.
 _DTYPES = {
@@ -43,6 +53,16 @@ class UnknownDtypeError(ValueError):
     """A checkpoint holds a type of number that can't be read as it lies there."""
 
 
+class FileState(NamedTuple):
+    """What tells whether a file is still the one that it was. `attributes`: how many names it has, its rights and its owner."""
+
+    size: int
+    written: int
+    changed: int
+    identity: tuple[int, int]
+    attributes: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a checkpoint: `offset` bytes from the start of `file`, row-major, `nbytes` long.
@@ -58,7 +78,7 @@ class StoredTensor:
     offset: int
     nbytes: int
     checksums: tuple[int, ...] = ()
-    state: tuple[int, int] | None = field(default=None, repr=False, compare=False)
+    state: FileState | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.key!r} in {self.file}"
@@ -110,10 +130,28 @@ def read_headers(files: Sequence[str | Path], index: Mapping[str, str] | None = 
     return tensors
 
 
-def state_of(descriptor: int) -> tuple[int, int]:
+def state_of(descriptor: int) -> FileState:
     """What changes when an open file is written to, and differs when it is another one of that name."""
-    status = os.fstat(descriptor)
-    return status.st_size, status.st_mtime_ns
+    now = os.fstat(descriptor)
+    attributes = now.st_nlink, now.st_mode, now.st_uid, now.st_gid
+    return FileState(now.st_size, now.st_mtime_ns, now.st_ctime_ns, (now.st_dev, now.st_ino), attributes)
+
+
+def is_unchanged(file: Path, descriptor: int, before: FileState) -> bool:
+    """Whether an open file was not written to since, as far as that can be told. It may have lost its name, or have others."""
+    now = state_of(descriptor)
+    if (now.size, now.written, now.changed) == (before.size, before.written, before.changed):
+        return True  # some file systems number their files anew
+    if (now.size, now.written, now.identity) != (before.size, before.written, before.identity):
+        return False
+    # Whoever writes and sets the time back changes `changed`. So does whoever removes, renames or links it, which does no harm.
+    if now.attributes != before.attributes:
+        return True
+    try:
+        there = os.stat(file)
+    except OSError:
+        return True
+    return (there.st_dev, there.st_ino) != now.identity
 
 
 def header_of(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
@@ -130,7 +168,8 @@ def header_of(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]], 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
     with file.open("rb") as stream:
-        size, _ = state = state_of(stream.fileno())
+        state = state_of(stream.fileno())
+        size = state.size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             raise ValueError(f"{file} is truncated or no safetensors file: its header does not fit into its {size:,} bytes.")
@@ -149,7 +188,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _stored(file: Path, key: str, entry: dict[str, Any], begin: int, state: tuple[int, int]) -> StoredTensor:
+def _stored(file: Path, key: str, entry: dict[str, Any], begin: int, state: FileState) -> StoredTensor:
     if entry["dtype"] not in _DTYPES:
         raise UnknownDtypeError(f"{file}: {key!r} is of type {entry['dtype']}")
     dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])

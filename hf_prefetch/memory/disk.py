@@ -5,22 +5,24 @@ from __future__ import annotations
 import bisect
 import os
 import threading
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..banks.layout import BankLayout, TensorSpec
-from .checkpoint import StoredTensor, state_of
+from .checkpoint import FileState, StoredTensor, is_unchanged, state_of
 from .deferred import LOOKS, Packed, Recipe, pieces
+from .read_only import run_reading
 
-__all__ = ["Extent", "FileSource", "OnDisk", "extents_of", "replace_parameter"]
+__all__ = ["Checksum", "Extent", "FileSource", "OnDisk", "extents_of", "replace_parameter"]
 
 
 @dataclass(frozen=True)
@@ -84,27 +86,39 @@ def _is_row_major(spec: TensorSpec) -> bool:
     )
 
 
+class Checksum(NamedTuple):
+    """The CRC-32 of a bank's bytes from `begin` to `end`."""
+
+    begin: int
+    end: int
+    known: int
+
+
 class FileSource:
     """Reads a bank's bytes from files. The files stay open, so that one that is replaced meanwhile does no harm.
 
     Args:
         extents: where the bytes are. What lies in between is of no meaning.
         opened: the only file, if it is open already; then it is closed with this.
+        checks: what the bytes must be, in their order. Each is looked at when some of its bytes are read for the first time.
 
     Raises:
         OSError, ValueError: a file can't be opened, or is not the one any more in which the bytes were found.
     """
 
-    def __init__(self, extents: list[Extent], *, opened: FileIO | None = None) -> None:
+    def __init__(self, extents: list[Extent], *, opened: FileIO | None = None, checks: Sequence[Checksum] = ()) -> None:
         self._extents = extents
         self._begins = [extent.begin for extent in extents]
-        self._files: dict[Path, tuple[FileIO, tuple[int, int]]] = {}
+        self._checks = checks
+        self._check_begins = [check.begin for check in checks]
+        self._to_check = set(range(len(checks)))
+        self._files: dict[Path, tuple[FileIO, FileState]] = {}
         self._one_at_a_time = threading.Lock()
         try:
             for file, known in {extent.stored.file: extent.stored.state for extent in extents}.items():
                 stream = FileIO(file, "r") if opened is None else opened
                 self._files[file] = stream, state_of(stream.fileno())
-                if known not in (None, self._files[file][1]):
+                if known is not None and not is_unchanged(file, stream.fileno(), known):
                     raise ValueError(f"{file} was written to or replaced while it was loaded. Load the model again.")
         except BaseException:
             self.close()
@@ -121,9 +135,34 @@ class FileSource:
         May be called by several threads at once.
 
         Raises:
-            OSError, ValueError: a file can't be read, has become shorter, or was written to; the message names it.
+            OSError, ValueError: a file can't be read, has become shorter, was written to, or is damaged; the message names it.
         """
-        view, end = memoryview(destination.numpy()), begin + destination.numel()  # type: ignore[arg-type]
+        view = memoryview(destination.numpy())  # type: ignore[arg-type] # an ndarray is a Buffer
+        self._read_into(begin, view)
+        if self._to_check:
+            self._check(begin, view)
+
+    def _check(self, begin: int, view: memoryview) -> None:
+        """Compare what was read with its checksums, and with it what they need besides."""
+        end, at = begin + len(view), max(bisect.bisect_right(self._check_begins, begin) - 1, 0)
+        for number in range(at, bisect.bisect_left(self._check_begins, end)):
+            check = self._checks[number]
+            if number not in self._to_check or check.end <= begin:
+                continue
+            if begin <= check.begin and check.end <= end:
+                seen = view[check.begin - begin : check.end - begin]
+            else:
+                seen = memoryview(bytearray(check.end - check.begin))
+                self._read_into(check.begin, seen)
+            if zlib.crc32(seen) != check.known:
+                raise ValueError(
+                    f"{self._extents[0].stored.file} is damaged: its bytes are not those that were written. Delete it and load "
+                    "the model again, which writes it anew."
+                )
+            self._to_check.discard(number)
+
+    def _read_into(self, begin: int, view: memoryview) -> None:
+        end = begin + len(view)
         at = max(bisect.bisect_right(self._begins, begin) - 1, 0)
         for extent in self._extents[at:]:
             if extent.begin >= end:
@@ -143,7 +182,7 @@ class FileSource:
                 if not count:
                     raise ValueError(f"{extent.stored.file} has become shorter: it ends inside {extent.stored.key!r}.")
                 done += count
-            if state_of(opened.fileno()) != state:
+            if not is_unchanged(extent.stored.file, opened.fileno(), state):
                 raise ValueError(f"{extent.stored.file} was written to while its weights are in use. Load the model again.")
         except OSError as error:
             raise OSError(error.errno, f"{extent.stored} can't be read: {error.strerror or error}") from error
@@ -191,14 +230,14 @@ class OnDisk(torch.Tensor):
         if func in LOOKS or name == "__set__":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-        if isinstance(args[0] if in_place and args else kwargs.get("out"), OnDisk):
-            raise RuntimeError(
-                "These weights stay in their files (host_memory=), so they can't be written to. Call "
-                "disable_expert_prefetch(model) first, which reads them into memory."
-            )
-        args, kwargs = tree_map_only(OnDisk, lambda weights: weights.read(), (args, kwargs))
-        return func(*args, **kwargs)
+        read: list[torch.Tensor] = []
+
+        def reading(weights: OnDisk) -> torch.Tensor:
+            read.append(weights.read())
+            return read[-1]
+
+        args, kwargs = tree_map_only(OnDisk, reading, (args, kwargs))
+        return run_reading(func, read, args, kwargs)
 
 
 def _getter(name: str) -> Any:

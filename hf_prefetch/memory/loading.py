@@ -19,7 +19,7 @@ from torch import nn
 
 from ..banks.forms import is_plain
 from ..progress import byte_progress
-from .checkpoint import StoredTensor, state_of
+from .checkpoint import StoredTensor, is_unchanged
 from .deferred import Deferred, Packed, Piece, Recipe, Stored, pieces, stored_in
 from .packing import PackedRows, unpack
 from .pinned import Arena
@@ -134,7 +134,7 @@ def _read_piece(piece: Piece) -> int:
                     raise ValueError(f"{stored.file} has become shorter while it was read: it ends inside {stored.key!r}.")
                 done += count
             # Looked at when all of it has been read: whoever writes changes it before the first byte.
-            if stored.state is not None and state_of(stream.fileno()) != stored.state:
+            if stored.state is not None and not is_unchanged(stored.file, stream.fileno(), stored.state):
                 raise ValueError(f"{stored.file} was written to or replaced while it was loaded. Load the model again.")
     except OSError as error:
         raise OSError(error.errno, f"{stored} can't be read: {error.strerror or error}") from error

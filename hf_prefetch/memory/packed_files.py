@@ -23,13 +23,15 @@ and the index has, under `metadata`, format and version, the model's class and d
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from math import prod
@@ -38,6 +40,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from .checkpoint import StoredTensor, read_headers, read_metadata, runs
@@ -113,6 +116,7 @@ class PackedFiles:
     Raises:
         FileExistsError: the folder holds an ordinary checkpoint.
         NotADirectoryError: it is a file.
+        OSError: it can't be made.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
@@ -124,12 +128,18 @@ class PackedFiles:
                 f"{folder} holds an ordinary checkpoint ({ordinary}), which would be mixed up with a packed one. Give another "
                 "folder."
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        self.replaces = (folder / INDEX).is_file()
-        for left in folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left)
-        self.unfinished = Path(mkdtemp(dir=folder, prefix=_UNFINISHED))
         self._folder = folder
+        self._made = [place for place in (folder, *folder.parents) if not place.exists()]
+        self.replaces = (folder / INDEX).is_file()
+        try:
+            with self.writing():
+                folder.mkdir(parents=True, exist_ok=True)
+                for left in folder.glob(f"{_UNFINISHED}*"):
+                    shutil.rmtree(left)
+                self.unfinished = Path(mkdtemp(dir=folder, prefix=_UNFINISHED))
+        except BaseException:
+            self._remove_made()
+            raise
         self._count = count
         self._files: dict[str, str] = {}
         self._headers: dict[str, int] = {}
@@ -140,6 +150,28 @@ class PackedFiles:
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.unfinished, ignore_errors=True)
+        self._remove_made()
+
+    def _remove_made(self) -> None:
+        """Remove the folders that were made for this, if nothing is in them."""
+        for folder in self._made:
+            with suppress(OSError):
+                folder.rmdir()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Whatever can't be written inside is an OSError that says where, and what to do."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            said = re.search(r"\(os error (\d+)\)", str(error))  # as safetensors says it
+            number = int(said[1]) if said else getattr(error, "errno", None) or errno.EIO
+            raise OSError(
+                number,
+                f"The packed checkpoint can't be written to {self._folder}, and nothing of it is left there: {error}. Free "
+                "space or give another folder. It takes three quarters of the bytes of a model's weights, and where it "
+                "replaces one there has to be room for both.",
+            ) from error
 
     def _name(self) -> str:
         """Of the next file: one that no file has which is there already."""
@@ -161,7 +193,8 @@ class PackedFiles:
             "packed": json.dumps({key: list(shape) for key, (_, shape) in packed.items()}),
             "checksums": json.dumps(sums),
         }
-        save_file(everything, self.unfinished / name, metadata)
+        with self.writing():
+            save_file(everything, self.unfinished / name, metadata)
         self._headers[name] = _header_checksum(self.unfinished / name)
         self._files |= dict.fromkeys(everything, name)
         nbytes = sum(tensor.nbytes for tensor in everything.values())
@@ -175,7 +208,8 @@ class PackedFiles:
         """
         metadata = {"format": FORMAT, "version": VERSION, "total_size": self._nbytes, "headers": self._headers}
         index = {"metadata": metadata | about, "weight_map": self._files}
-        (self.unfinished / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        with self.writing():
+            (self.unfinished / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
     def put_in_place(self) -> None:
         """Put everything into its place. What was there before is removed."""

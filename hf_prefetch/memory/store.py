@@ -126,6 +126,11 @@ class HostStore:
     def _in(self, *, files: bool) -> list[StoredBank]:
         return [stored for stored in self._stored.values() if stored.is_on_disk == files]
 
+    @property
+    def in_files(self) -> int:
+        """How many banks are in files."""
+        return len(self._in(files=True))
+
     def __getitem__(self, bank: ExpertBank) -> StoredBank:
         return self._stored[bank.index]
 

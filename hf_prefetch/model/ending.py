@@ -29,7 +29,28 @@ _MOMENT = 0.05
 
 def end_with(model: nn.Module, scheduler: PrefetchScheduler) -> weakref.finalize[..., Any]:
     """Have a scheduler give back what it holds once its model is gone, or the interpreter exits."""
-    return weakref.finalize(model, _end, scheduler, weakref.ref(model), os.getpid())
+    return _Ending(model, scheduler)
+
+
+class _Ending(weakref.finalize):  # type: ignore[type-arg] # when it runs it takes none
+    """A finalizer in front of another that does the same, which is no harm.
+
+    A Ctrl-C that comes during a garbage collection is raised where the next Python function begins. That is often the
+    finalizer, before it has done anything, and Python only prints it. The other one is not hit by the same Ctrl-C.
+    """
+
+    __slots__ = ("_other",)
+
+    def __init__(self, model: nn.Module, scheduler: PrefetchScheduler) -> None:
+        arguments = scheduler, weakref.ref(model), os.getpid()
+        self._other = weakref.finalize(model, _end, *arguments)
+        self._other.atexit = False
+        super().__init__(model, _end, *arguments)
+
+    def detach(self) -> Any:
+        """Neither of them has anything to do any more."""
+        self._other.detach()
+        return super().detach()
 
 
 def _end(scheduler: PrefetchScheduler, model: weakref.ref[nn.Module], owner: int) -> None:

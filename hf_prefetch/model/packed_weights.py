@@ -10,7 +10,7 @@ lives, and what is written there is packed at once, as what is written into the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch import nn
 from ..device.rows import triton_is_there
 from ..device.table import Assignment
 from ..memory.packing import PackedRows, pack, unpack
+from ..memory.read_only import mapped, written_by
 
 __all__ = ["PackedWeights"]
 
@@ -303,7 +304,7 @@ def _read(value: Any) -> Any:
 
 def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on unpacked weights. What it has written is packed, and what aliases them is a view of them."""
-    written = {id(value): value for value in _written(function, args, kwargs)}
+    written = {id(value): value for value in written_by(function, args, kwargs)}
     into_views = any(isinstance(value, UnpackedView) for value in written.values())
     used: dict[int, tuple[PackedWeights, torch.Tensor]] = {}
     changed: dict[int, tuple[PackedWeights, torch.Tensor]] = {}
@@ -334,7 +335,7 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return UnpackedView(value, packed, whole)
         return value
 
-    inner, named = _mapped(opened, args), {name: _mapped(opened, value) for name, value in kwargs.items()}
+    inner, named = mapped(opened, args), {name: mapped(opened, value) for name, value in kwargs.items()}
     with torch._C._DisableTorchDispatch() if into_views else nullcontext():
         result = function(*inner, **named)
     for inner, packed in aliases:
@@ -342,19 +343,4 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError(f"{function} gives packed weights another shape. Call disable_expert_prefetch(model) first.")
     for packed, values in changed.values():
         packed.write(values)
-    return _mapped(dressed, result)
-
-
-def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The tensors that an operator writes to."""
-    for place, described in enumerate(function._schema.arguments):
-        if described.alias_info is not None and described.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(described.name)
-            yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """What operators take and give: tensors, lists of them, and others."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    return type(value)([_mapped(function, one) for one in value]) if isinstance(value, (list, tuple)) else value
+    return mapped(dressed, result)

@@ -243,6 +243,7 @@ class PrefetchScheduler:
                 slots=self.config.slots,
                 unpacks=any(lane.opens for lane in self._lanes),
                 banks=len(self.banks),
+                file_banks=self.store.in_files,
                 resident_banks=self.resident,
                 devices=tuple(lane.device.name for lane in self._lanes),
                 looks_ahead=all(lane.looks_ahead for lane in self._lanes),
