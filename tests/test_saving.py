@@ -141,7 +141,7 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     if name in PARTS:
         with pytest.raises(ValueError, match=r"was written from a \w+ForConditionalGeneration, and .* is a \w+ForCausalLM"):
             save_packed(model, tmp_path / "packed", progress=False)
-        assert not list((tmp_path / "packed").iterdir())
+        assert not (tmp_path / "packed").exists()
         return
     if name in UNPACKABLE:
         with pytest.raises(ValueError, match="nothing to pack"):

@@ -20,6 +20,8 @@ __all__ = ["PackedWeights", "laid_out", "pack_bank", "packed_rows", "unpack_bank
 
 # Packing has to leave no more than this share of the bytes, or the weights stay as they are.
 _WORTH_IT = 0.9
+# So many more escapes each expert has room for at least, for what may be written over it.
+_LEAST_ROOM = 8
 
 
 def _suits(weights: torch.Tensor) -> bool:
@@ -92,8 +94,14 @@ def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
             load(parameter, parameter.data)
             packed = packed_rows(parameter.data, home)
             if packed is not None:
-                _become_packed(parameter, packed)
+                _become_packed(parameter, _with_room(packed))
     return laid_out(bank)
+
+
+def _with_room(packed: PackedRows) -> PackedRows:
+    """The same with lists that are somewhat longer: what an adapter makes of weights, say, may have a few escapes more."""
+    most = packed.escapes.shape[1] - 1
+    return replace(packed, escapes=nn.functional.pad(packed.escapes, (0, max(_LEAST_ROOM, most // 8))))
 
 
 def laid_out(bank: ExpertBank) -> ExpertBank:
