@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .banks.bank import ExpertBank
 from .config import DEFAULT_SLOTS, PrefetchConfig
-from .discovery import Discovery, find_banks
+from .discovery import find_banks
 from .hooks import ExpertPrefetchHook, announce, attach, detach
 from .memory.store import HostStore, Load, copy_value
 from .model.enabled import Enabled, between_calls, enabled_on, forget, free_orphans, refuse_foreign, remember
@@ -136,28 +136,30 @@ def enable(
         homes = choose_homes(model, found.banks, device, config)
         refuse_foreign(model, (*homes.host, *homes.resident))
     modules = {module for bank in (*homes.host, *homes.resident) for module in bank.modules}
+    undo = Undo()
 
     def work() -> Model:
         _disable(model, enabled)
-        return _enable(model, config, found, homes, load, files, is_new=not enabled)
+        try:
+            scheduler = _install(model, config, _laid_out(homes), undo, load, files)
+            tell(scheduler, found, homes, config, is_new=not enabled)
+            return model
+        except BaseException:
+            undo.run()
+            raise
 
-    return behind_gate(modules.union(*(undo.modules for _, undo in enabled)), work)
-
-
-def _enable(
-    model: Model, config: PrefetchConfig, found: Discovery, homes: Homes, load: Load, files: Files, *, is_new: bool
-) -> Model:
-    # What was packed when it was found may be unpacked now.
-    host, resident = ({laid_out(bank): home for bank, home in kind.items()} for kind in (homes.host, homes.resident))
-    homes = replace(homes, host=host, resident=resident)
-    undo = Undo()
     try:
-        scheduler = _install(model, config, homes, undo, load, files)
-        tell(scheduler, found, homes, config, is_new=is_new)
-        return model
+        return behind_gate(modules.union(*(undo.modules for _, undo in enabled)), work)
     except BaseException:
+        # Once more, for an interrupt that came when all was done but the gate still closed.
         undo.run()
         raise
+
+
+def _laid_out(homes: Homes) -> Homes:
+    """With banks as they are now: what was packed when it was found may be unpacked since."""
+    host, resident = ({laid_out(bank): home for bank, home in kind.items()} for kind in (homes.host, homes.resident))
+    return replace(homes, host=host, resident=resident)
 
 
 def disable_expert_prefetch(model: Model) -> Model:
