@@ -67,7 +67,7 @@ def _end(scheduler: PrefetchScheduler, model: weakref.ref[nn.Module], owner: int
         # A collection that came in one of the scheduler's own threads, which would wait for itself.
         threading.Thread(target=_close, args=(scheduler,), daemon=True).start()
     elif scheduler.is_capturing():
-        _Later(scheduler)
+        _Later.close(scheduler)
     else:
         _close(scheduler)
 
@@ -88,7 +88,12 @@ class _Later:
 
     def __init__(self, scheduler: PrefetchScheduler) -> None:
         self._scheduler = scheduler
-        gc.callbacks.append(self)
+
+    @classmethod
+    def close(cls, scheduler: PrefetchScheduler) -> None:
+        """Close it then. Idempotent."""
+        if not any(isinstance(later, cls) and later._scheduler is scheduler for later in gc.callbacks):
+            gc.callbacks.append(cls(scheduler))
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
         if phase == "stop" and not self._scheduler.is_capturing():
