@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-__all__ = ["ReadOnly", "mapped", "run_reading", "written_by"]
+__all__ = ["OpenedView", "ReadOnly", "mapped", "run_reading", "written_by"]
 
 _REFUSAL = (
     "These weights stay in their files (host_memory=), so they can't be written to. Call disable_expert_prefetch(model) first, "
@@ -29,14 +29,8 @@ def run_reading(function: Callable[..., Any], read: list[torch.Tensor], args: An
     return tree_map(lambda value: _dressed(value, read), result)
 
 
-class ReadOnly(torch.Tensor):
-    """A view of memory that nobody reads again: it can be computed with, but an operator that writes to it is an error."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls: type[ReadOnly], view: torch.Tensor) -> ReadOnly:
-        return torch.Tensor._make_subclass(cls, view)
+class OpenedView(torch.Tensor):
+    """A view of memory that was made for whoever reads weights that are kept otherwise: packed, or in files."""
 
     def plain(self) -> torch.Tensor:
         """An ordinary view of the same memory, to read from."""
@@ -51,17 +45,29 @@ class ReadOnly(torch.Tensor):
         return self.plain().tolist()
 
     def numpy(self, **options: Any) -> Any:
-        """As of any tensor, but read-only."""
-        return _dressed(self.plain().numpy(**options), [])
+        """As of any tensor, but read-only: nobody could see what is written there."""
+        array = self.plain().numpy(**options)
+        array.setflags(write=False)
+        return array
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """An ordinary one."""
-        memo[id(self)] = copied = self.plain().clone()
+        memo[id(self)] = copied = self.detach().clone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """An ordinary one is pickled."""
-        return self.plain().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class ReadOnly(OpenedView):
+    """A view of memory that nobody reads again: it can be computed with, but an operator that writes to it is an error."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type[ReadOnly], view: torch.Tensor) -> ReadOnly:
+        return torch.Tensor._make_subclass(cls, view)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -20,7 +20,7 @@ from torch import nn
 from ..device.rows import triton_is_there
 from ..device.table import Assignment
 from ..memory.packing import PackedRows, pack, unpack
-from ..memory.read_only import mapped, written_by
+from ..memory.read_only import OpenedView, mapped, written_by
 
 __all__ = ["PackedWeights"]
 
@@ -245,7 +245,7 @@ class PackedWeights(torch.Tensor):
         return _run(function, args, kwargs or {})
 
 
-class UnpackedView(torch.Tensor):
+class UnpackedView(OpenedView):
     """A view of packed weights that were unpacked for it. What is written into it is packed.
 
     Attributes:
@@ -261,33 +261,6 @@ class UnpackedView(torch.Tensor):
         made: UnpackedView = torch.Tensor._make_subclass(cls, view)
         made.origin, made.whole = origin, whole
         return made
-
-    def plain(self) -> torch.Tensor:
-        """An ordinary view of the same memory, to read from."""
-        with torch._C._DisableTorchDispatch():
-            return cast(torch.Tensor, torch.ops.aten.alias.default(self))
-
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        return self.plain().__repr__(**options)  # type: ignore[no-untyped-call,no-any-return]
-
-    def tolist(self) -> Any:
-        """As of any tensor."""
-        return self.plain().tolist()
-
-    def numpy(self, **options: Any) -> Any:
-        """As of any tensor, but read-only: nobody could see what is written there."""
-        array = self.plain().numpy(**options)
-        array.setflags(write=False)
-        return array
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """An ordinary one."""
-        memo[id(self)] = copied = self.detach().clone()
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """An ordinary one is pickled."""
-        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
