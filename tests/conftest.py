@@ -22,6 +22,7 @@ import hf_prefetch.model.homes
 from hf_prefetch.config import PrefetchConfig
 from hf_prefetch.testing import FakeDevice
 from models import PACKED
+from threads import all_end
 
 torch.set_num_threads(1)
 
@@ -70,6 +71,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def _seeded() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """Whatever a test has done to a model, its threads end with it."""
+    with all_end():
+        yield
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Iterable
 
@@ -15,6 +14,7 @@ from hf_prefetch.discovery import ExpertBank, find_banks
 from hf_prefetch.memory.store import HostStore
 from hf_prefetch.scheduling.scheduler import PrefetchScheduler
 from hf_prefetch.testing import FakeDevice, RaceChecker
+from threads import staging_threads
 
 FEW, MANY = 1, 1000
 # Seconds that a read takes: longer than whatever does not wait for it.
@@ -146,5 +146,5 @@ class Streaming:
         self.check()
         assert self.device.allocated_bytes == 0, "slots outlive the scheduler"
         assert self.device.registered_bytes == 0, "page locks outlive the scheduler"
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("hf_prefetch_staging")]
+        assert not staging_threads()
         RaceChecker().assert_clean(self.device.log)

@@ -10,8 +10,7 @@ import os
 import pickle
 import random
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,9 @@ from hf_prefetch.testing import FakeDevice, RaceChecker
 from models import FAMILIES, GATE, Snapshot, bank_bytes, build, experts_of, prompt
 from test_faults import Interrupt
 from test_loading import SINGLE, assert_same, save
+from threads import staging_threads
 
 HALF = "half"
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    """Whatever a test has done to a model, its threads end with it."""
-    yield
-    gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hf_prefetch_staging")]
 
 
 def load(folder: Path, device: Any = "cpu", *, host_memory: Any = 0, **options: Any) -> Any:
@@ -108,7 +100,7 @@ def test_the_same_bits_from_files(family: str, form: str, budget: Any, tmp_path:
     assert_same(model, expected)
     assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
     assert open_files(tmp_path) == 0
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hf_prefetch_staging")]
+    assert not staging_threads()
 
 
 def assert_same_values(model: PreTrainedModel, expected: PreTrainedModel) -> None:

@@ -37,14 +37,6 @@ from test_faults import Interrupt
 from test_loading import SINGLE, save
 
 
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    """Whatever a test has done to a model, its threads end with it."""
-    yield
-    gc.collect()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hf_prefetch_staging")]
-
-
 def generated(model: PreTrainedModel) -> torch.Tensor:
     """A prompt's tokens, and some more."""
     return model.generate(prompt(GATE), max_new_tokens=4, do_sample=False)

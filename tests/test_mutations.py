@@ -21,6 +21,7 @@ import torch
 
 import hf_prefetch
 from hf_prefetch.device import cache, slots, staging
+from hf_prefetch.scheduling import lane
 from hf_prefetch.testing import FakeDevice, FakeEvent, FakeStream
 from hf_prefetch.testing.watcher import Watcher
 from streaming import FEW, MANY, SLOWLY, Streaming
@@ -194,18 +195,26 @@ def staged(slot_count: int, policy: str | int) -> None:
 
 @pytest.fixture(name="scheduler_with")
 def _scheduler_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    rings = []
+
     def use(name: str, line: int | None) -> None:
         module = without(name, line)
         kind = {"slots": "SlotRing", "cache": "RowCaches", "staging": "StagingRing"}[name]
         monkeypatch.setattr(f"hf_prefetch.scheduling.lane.{kind}", getattr(module, kind))
+        of_rings = lane.StagingRing
+
+        def ring(*arguments: object) -> object:
+            rings.append(of_rings(*arguments))
+            return rings[-1]
+
+        monkeypatch.setattr(lane, "StagingRing", ring)
 
     yield use
     sys.modules.pop(MUTATED, None)
-    for thread in threading.enumerate():
-        # A suite that fails leaves its ring open.
-        if thread.name == "hf_prefetch_staging":
-            with contextlib.suppress(AssertionError):
-                thread._target.__self__.close()  # type: ignore[attr-defined]
+    for ring in rings:
+        # A suite that fails leaves its ring open, and may find another fault when that is closed.
+        with contextlib.suppress(AssertionError):
+            ring.close()
 
 
 @pytest.mark.parametrize("name", ORIGINALS)

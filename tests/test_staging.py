@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +18,7 @@ from hf_prefetch.memory.store import StoredBank
 from hf_prefetch.streams import InOrderDevice
 from hf_prefetch.testing import FakeDevice, RaceChecker
 from models import GATE, bank_bytes, build, experts_of, prompt
-
-
-def staging_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("hf_prefetch_staging")]
+from threads import staging_threads
 
 
 def enabled(model: PreTrainedModel, device: Any, **options: Any) -> PreTrainedModel:

@@ -230,9 +230,12 @@ class StagingRing:
         if self._pool is not None:
             self._pool.shutdown()
         self._free_chunks()
-        self._thread = self._pool = None
-        self._own.clear()
-        self._is_stopping = False
+        with self._changed:
+            self._thread = self._pool = None
+            self._own.clear()
+            self._is_stopping = False
+            # Whoever is not joined, since an interrupt came in its start, ends as well.
+            self._changed.notify_all()
 
     def _free_chunks(self) -> None:
         for chunk in self._chunks:
@@ -264,8 +267,7 @@ class StagingRing:
         self._note_thread()
         reading: deque[_Chunk] = deque()
         try:
-            # After an interrupt in its start it may not be the only one.
-            while self._thread is threading.current_thread():
+            while True:
                 chunk = self._next(may_sleep=not reading)
                 if chunk is not None:
                     reading.append(chunk)
@@ -276,6 +278,10 @@ class StagingRing:
                     self._send(reading.popleft())
         except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits for one of the banks
             self._give_up(reading, error.with_traceback(None))
+
+    def _is_replaced(self) -> bool:
+        """Whether the thread that asks is not the ring's any more: an interrupt came in its start, and another was started."""
+        return self._thread is not threading.current_thread()
 
     def _give_up(self, reading: Iterable[_Chunk], error: BaseException) -> None:
         for chunk in reading:
@@ -293,11 +299,12 @@ class StagingRing:
                 while self._queue and not self._queue[0].goes_on:
                     self._queue.popleft()
                     self._changed.notify_all()
-                if self._queue:
+                is_replaced = self._is_replaced()
+                if self._queue and not is_replaced:
                     break
-                if self._is_stopping or not may_sleep:
+                if self._is_stopping or is_replaced or not may_sleep:
                     return None
-                self._changed.wait_for(lambda: self._queue or self._is_stopping)
+                self._changed.wait_for(lambda: self._queue or self._is_stopping or self._is_replaced())
             upload, chunk = self._queue[0], self._chunks[self._turn % CHUNKS]
             self._turn += 1
             chunk.upload, chunk.begin = upload, upload._asked_for
