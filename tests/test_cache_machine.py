@@ -102,7 +102,7 @@ class CacheMachine(RuleBasedStateMachine):
     def memory_is_short(self) -> None:
         """The caches get smaller."""
         with self.running() as streaming:
-            lane_of(streaming.scheduler).give_up_cache()
+            lane_of(streaming.scheduler).budget.give_up()
 
     @rule(index=indices, chosen=ids, after=st.integers(0, 1))
     def allocation_fails(self, index: int, chosen: list[int], after: int) -> None:

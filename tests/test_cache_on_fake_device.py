@@ -11,7 +11,6 @@ from cached_streaming import MANY, CachedStreaming
 from caching import REMAPPING, assert_rows_are_right, budget, cached, lane_of
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from hf_prefetch.device.rows import RowSender
-from hf_prefetch.scheduling import lane as lane_module
 from hf_prefetch.testing import FakeDevice, RaceChecker
 from models import EXPERTS, Snapshot, bank_bytes, build, experts_of, prompt
 from test_faults import counting_warnings
@@ -49,7 +48,7 @@ def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
 @pytest.fixture
 def ample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room is not looked for between two passes: the limits of these tests are far below what that would leave."""
-    monkeypatch.setattr(lane_module, "LEAST_ROOM", 0)
+    monkeypatch.setattr("hf_prefetch.scheduling.budget.LEAST_ROOM", 0)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_caches_make_way_before_the_lookahead_ends() -> None:
 def test_memory_that_runs_short_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A KV cache grows: within eight passes the caches are halved, once with a warning, until there is room again."""
     model, ids, device = small("qwen3_moe"), prompt(20), FakeDevice("lazy", memory_limit=2**30)
-    monkeypatch.setattr(lane_module, "LEAST_ROOM", 4096)
+    monkeypatch.setattr("hf_prefetch.scheduling.budget.LEAST_ROOM", 4096)
     with torch.no_grad():
         expected, one = model(ids).logits, model(ids[:, :1]).logits
         with counting_warnings() as told, cached(model, EXPERTS, device) as scheduler, device.watching():
@@ -295,7 +294,7 @@ def test_enabling_again_brings_the_cache_back() -> None:
             enable_expert_prefetch(model, device=device, expert_cache=budget(model, EXPERTS))
             generate(model, ids)
             assert lane_of(model.expert_prefetch).caches.rows == EXPERTS
-            lane_of(model.expert_prefetch).give_up_cache()
+            lane_of(model.expert_prefetch).budget.give_up()
         assert len(told) == 1
     disable_expert_prefetch(model)
     assert len(experts_of(model)) == LAYERS

@@ -206,7 +206,7 @@ def test_a_cache_that_a_graph_knows_keeps_its_size() -> None:
         logits(model, one, device, captured=True)
         addresses = [cache.buffer.data_ptr() for cache, _ in caches_of(scheduler)]
         device.memory.memory_limit = device.allocated_bytes
-        assert not lane_of(scheduler).give_up_cache()
+        assert not lane_of(scheduler).budget.give_up()
         for _ in range(20):
             assert torch.equal(logits(model, one, device), expected)
         assert [cache.buffer.data_ptr() for cache, _ in caches_of(scheduler)] == addresses

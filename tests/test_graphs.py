@@ -302,7 +302,7 @@ def test_a_cache_that_a_graph_knows_is_not_given_up(device: torch.device) -> Non
     expected = blocks.run(hidden)
     with blocks.enabled(EXPERTS // 2):
         replay = blocks.capture()
-        assert not lane_of(blocks.model.expert_prefetch).give_up_cache()
+        assert not lane_of(blocks.model.expert_prefetch).budget.give_up()
         experts = blocks.model.model.layers[1].mlp.experts
 
         def fail(gate: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 import hf_prefetch
 from hf_prefetch.device import cache, slots, staging
-from hf_prefetch.scheduling import lane
+from hf_prefetch.scheduling import budget, lane
 from hf_prefetch.testing import FakeDevice, FakeEvent, FakeStream
 from hf_prefetch.testing.watcher import Watcher
 from streaming import FEW, MANY, SLOWLY, Streaming
@@ -199,8 +199,8 @@ def _scheduler_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 
     def use(name: str, line: int | None) -> None:
         module = without(name, line)
-        kind = {"slots": "SlotRing", "cache": "RowCaches", "staging": "StagingRing"}[name]
-        monkeypatch.setattr(f"hf_prefetch.scheduling.lane.{kind}", getattr(module, kind))
+        user, kind = {"slots": (lane, "SlotRing"), "cache": (budget, "RowCaches"), "staging": (lane, "StagingRing")}[name]
+        monkeypatch.setattr(user, kind, getattr(module, kind))
         of_rings = lane.StagingRing
 
         def ring(*arguments: object) -> object:

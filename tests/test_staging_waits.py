@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from hf_prefetch.device import staging
+from hf_prefetch.device.chunks import Upload
 from hf_prefetch.testing import FakeDevice, FakeEvent
 from test_mutations import MUTATED, SOURCES, SlowDevice
 
@@ -87,7 +88,7 @@ def begun(module: Any, device: FakeDevice, stored: Stored, rings: list[Any]) -> 
     """A ring, which is added to `rings`, and an upload that is sent through it."""
     ring = module.StagingRing(device, stored.bank.nbytes)
     rings.append(ring)
-    upload = module.Upload(stored, device.allocate(stored.bank.nbytes), device.new_event())
+    upload = Upload(stored, device.allocate(stored.bank.nbytes), device.new_event())
     ring.send(upload)
     return ring, upload
 
@@ -173,7 +174,7 @@ def test_of_two_threads_one_works_and_both_end() -> None:
     ring, upload = begun(staging, device, stored, [])
     ring.wait(upload)
     first, ring._thread = ring._thread, None
-    upload = staging.Upload(stored, device.allocate(stored.bank.nbytes), device.new_event())
+    upload = Upload(stored, device.allocate(stored.bank.nbytes), device.new_event())
     ring.send(upload)
     ring.wait(upload)
     assert ring._thread is not first

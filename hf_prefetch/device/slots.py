@@ -36,8 +36,9 @@ from ..memory.store import StoredBank
 from ..streams import StreamDevice
 from ..timeline import Timeline
 from .cache import RowCache
+from .chunks import Upload
 from .rows import RowCounter, RowSender
-from .staging import StagingRing, Upload
+from .staging import StagingRing
 from .table import Assignment
 
 __all__ = ["Slot", "SlotRing", "SlotState"]

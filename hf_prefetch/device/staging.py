@@ -22,23 +22,18 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
-
-import torch
 
 from ..banks.layout import ALIGNMENT
 from ..memory.pinned import Arena
 from ..memory.store import StoredBank
 from ..streams import StreamDevice
-from ..timeline import Timeline
+from .chunks import Chunk, Meter, Upload
 
-__all__ = ["StagingRing", "Upload"]
+__all__ = ["StagingRing"]
 
 # One that is read, one that waits for its turn, one that is copied; as large as it takes for the full rate of the link.
 CHUNKS = 3
@@ -48,55 +43,6 @@ _PARTS = 4
 # Threads that read, and how much each takes at a time.
 _READERS = 4
 _READ_NBYTES = 4 * 2**20
-
-
-@dataclass(eq=False)
-class Upload:
-    """A bank on its way to a slot.
-
-    Attributes:
-        stored: the bank.
-        destination: where it goes, as many bytes.
-        ready: recorded on the copy stream behind its last copy.
-        timeline: where the copy is noted, if anybody records them.
-        is_done: whether `ready` was recorded.
-        is_cancelled: whether nobody wants it any more.
-        error: what went wrong.
-    """
-
-    stored: StoredBank
-    destination: torch.Tensor
-    ready: Any
-    timeline: Timeline | None = None
-    is_done: bool = False
-    is_cancelled: bool = False
-    error: BaseException | None = None
-    _process: int = 0
-    _begin: Any = None
-    _asked_for: int = 0
-    _chunks: int = 0
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether there is more to do for it."""
-        return not (self.is_done or self.is_cancelled or self.error)
-
-
-@dataclass(eq=False)
-class _Chunk:
-    """Host memory, and the part of an upload that is in it.
-
-    Attributes:
-        free: recorded on the copy stream behind the chunk's last copy, if it `was_copied`.
-    """
-
-    arena: Arena
-    free: Any
-    was_copied: bool = False
-    upload: Upload | None = None
-    begin: int = 0
-    nbytes: int = 0
-    reads: list[Future[None]] = field(default_factory=list)
 
 
 class StagingRing:
@@ -115,9 +61,9 @@ class StagingRing:
 
     def _begin_anew(self) -> None:
         self._process = os.getpid()
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[Chunk] = []
         self._turn = 0
-        self._meter = _Meter()
+        self._meter = Meter()
         self._changed = threading.Condition()
         self._queue: deque[Upload] = deque()
         self._thread: threading.Thread | None = None
@@ -156,7 +102,7 @@ class StagingRing:
     def _allocate(self) -> None:
         while len(self._chunks) < CHUNKS:
             # Private pages: a forked child gets copies of these few, and must not write to its parent's.
-            chunk = _Chunk(Arena(self._chunk_nbytes, shared=False), self.device.new_event())
+            chunk = Chunk(Arena(self._chunk_nbytes, shared=False), self.device.new_event())
             self._chunks.append(chunk)
             if self.device.can_pin and not self._is_refused:
                 chunk.arena.touch()
@@ -168,7 +114,7 @@ class StagingRing:
         """Have a bank on its way. The copy stream waits already for the slot to be free."""
         self._after_fork()
         self._allocate()
-        upload._process, upload._asked_for, upload._chunks = self._process, 0, 0
+        upload.process, upload.asked_for, upload.chunks = self._process, 0, 0
         with self._changed:
             self._queue.append(upload)
             self._changed.notify_all()
@@ -209,7 +155,7 @@ class StagingRing:
             self._changed.wait_for(lambda: not self._is_live(upload))
 
     def _is_live(self, upload: Upload) -> bool:
-        return upload._process == self._process and (upload._chunks > 0 or upload in self._queue)
+        return upload.process == self._process and (upload.chunks > 0 or upload in self._queue)
 
     def runs_here(self) -> bool:
         """Whether the current thread is one of the ring's own."""
@@ -265,7 +211,7 @@ class StagingRing:
 
     def _work(self) -> None:
         self._note_thread()
-        reading: deque[_Chunk] = deque()
+        reading: deque[Chunk] = deque()
         try:
             while True:
                 chunk = self._next(may_sleep=not reading)
@@ -283,7 +229,7 @@ class StagingRing:
         """Whether the thread that asks is not the ring's any more: an interrupt came in its start, and another was started."""
         return self._thread is not threading.current_thread()
 
-    def _give_up(self, reading: Iterable[_Chunk], error: BaseException) -> None:
+    def _give_up(self, reading: Iterable[Chunk], error: BaseException) -> None:
         for chunk in reading:
             wait(chunk.reads)
             self._done_with(chunk, error)
@@ -292,7 +238,7 @@ class StagingRing:
                 self._queue.popleft().error = error
             self._changed.notify_all()
 
-    def _next(self, *, may_sleep: bool) -> _Chunk | None:
+    def _next(self, *, may_sleep: bool) -> Chunk | None:
         """The next chunk, and which part of which upload it gets; None if there is none, and, if it may sleep, at the end."""
         with self._changed:
             while True:
@@ -307,29 +253,29 @@ class StagingRing:
                 self._changed.wait_for(lambda: self._queue or self._is_stopping or self._is_replaced())
             upload, chunk = self._queue[0], self._chunks[self._turn % CHUNKS]
             self._turn += 1
-            chunk.upload, chunk.begin = upload, upload._asked_for
+            chunk.upload, chunk.begin = upload, upload.asked_for
             chunk.nbytes = min(self._chunk_nbytes, upload.stored.bank.nbytes - chunk.begin)
-            upload._asked_for += chunk.nbytes
-            upload._chunks += 1
-            if upload._asked_for == upload.stored.bank.nbytes:
+            upload.asked_for += chunk.nbytes
+            upload.chunks += 1
+            if upload.asked_for == upload.stored.bank.nbytes:
                 self._queue.popleft()
             return chunk
 
-    def _fill(self, chunk: _Chunk) -> None:
+    def _fill(self, chunk: Chunk) -> None:
         """Begin to read what belongs into a chunk."""
         if chunk.was_copied:
             self.device.synchronize(chunk.free)
         assert self._pool is not None
         chunk.reads = [self._pool.submit(self._read, chunk, begin) for begin in range(0, chunk.nbytes, _READ_NBYTES)]
 
-    def _read(self, chunk: _Chunk, begin: int) -> None:
+    def _read(self, chunk: Chunk, begin: int) -> None:
         assert chunk.upload is not None
         if chunk.upload.goes_on:
             end = min(begin + _READ_NBYTES, chunk.nbytes)
             with self._meter.reading(end - begin):
                 chunk.upload.stored.read(chunk.begin + begin, chunk.arena.block[begin:end])
 
-    def _send(self, chunk: _Chunk) -> None:
+    def _send(self, chunk: Chunk) -> None:
         """Enqueue the copy of a chunk, as soon as it has been read."""
         upload, stream, error = chunk.upload, self.device.copy_stream(), None
         assert upload is not None
@@ -344,51 +290,24 @@ class StagingRing:
             error = caught.with_traceback(None)
         self._done_with(chunk, error)
 
-    def _copy(self, upload: Upload, chunk: _Chunk, stream: Any) -> None:
+    def _copy(self, upload: Upload, chunk: Chunk, stream: Any) -> None:
         end = chunk.begin + chunk.nbytes
-        if upload.timeline and upload._begin is None:
-            upload._begin = self.device.mark(stream)
+        if upload.timeline and upload.begin is None:
+            upload.begin = self.device.mark(stream)
         chunk.was_copied = True
         self.device.copy(stream, upload.destination[chunk.begin : end], chunk.arena.block[: chunk.nbytes])
         self.device.record(chunk.free, stream)
         if end == upload.stored.bank.nbytes:
             self.device.record(upload.ready, stream)
             if upload.timeline:
-                upload.timeline.add("copy", upload.stored.bank.name, self.device, upload._begin, self.device.mark(stream))
+                upload.timeline.add("copy", upload.stored.bank.name, self.device, upload.begin, self.device.mark(stream))
             upload.is_done = True
 
-    def _done_with(self, chunk: _Chunk, error: BaseException | None) -> None:
+    def _done_with(self, chunk: Chunk, error: BaseException | None) -> None:
         upload = chunk.upload
         assert upload is not None
         chunk.reads, chunk.upload = [], None
         with self._changed:
             upload.error = upload.error or error
-            upload._chunks -= 1
+            upload.chunks -= 1
             self._changed.notify_all()
-
-
-class _Meter:
-    """Counts bytes, and the time during which at least one thread was reading."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.seconds = 0.0
-        self._lock = threading.Lock()
-        self._reading = 0
-        self._since = 0.0
-
-    @contextmanager
-    def reading(self, nbytes: int) -> Iterator[None]:
-        """So many bytes are read inside."""
-        with self._lock:
-            if self._reading == 0:
-                self._since = time.perf_counter()
-            self._reading += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._reading -= 1
-                self.nbytes += nbytes
-                if self._reading == 0:
-                    self.seconds += time.perf_counter() - self._since

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ..banks.bank import ExpertBank
-from ..config import DEFAULT_GATE
-from ..device.cache import RowCache, RowCaches
+from ..config import DEFAULT_GATE, PrefetchConfig
 from ..device.rows import RowCounter, RowSender
 from ..device.slots import SlotRing
 from ..device.staging import StagingRing
@@ -20,19 +19,16 @@ from ..memory.ledger import Purpose
 from ..memory.store import HostStore
 from ..report import Counters
 from ..streams import StreamDevice
+from .budget import CacheBudget
 from .observer import Observer
 from .plan import LookaheadOrder
 from .policy import LOOKAHEAD, depth_in_acquire, is_small
-from .refusals import raise_no_room, raise_not_warm, warn_no_cache, warn_small_cache
+from .refusals import raise_no_room, raise_not_warm
 from .remedies import Remedies
 from .replacement import Replacement
-from .residency import cache_rows
 
-__all__ = ["LEAST_MEASURED", "LEAST_ROOM", "Handout", "Lane"]
+__all__ = ["LEAST_MEASURED", "Handout", "Lane", "make_lanes"]
 
-# Device memory below which row caches make room for what else may grow, in bytes, and how many passes may go by unwatched.
-LEAST_ROOM = 256 * 2**20
-_PASSES_PER_LOOK = 8
 # Banks of fewer bytes take less time on the way than it takes to launch their copies.
 LEAST_MEASURED = 8 * 2**20
 
@@ -65,6 +61,7 @@ class Lane:
         remedies: what to tell users.
 
     Attributes:
+        budget: decides which banks have row caches; `caches` are those that there are.
         slots: how many there are to be.
         opens: whether a slot is free as soon as a bank has been handed out, since what calls compute with is made of it.
         looks_ahead: whether banks are sent ahead. Ends for good where the slots don't fit.
@@ -90,7 +87,6 @@ class Lane:
         self.looks_ahead = device.overlaps
         self.announced = False
         self.observer = Observer(device)
-        self._passes = 0
         self._wants_rows: dict[int, bool] = {}
         self._sender = sender = RowSender(device)
         self.replacement = Replacement()
@@ -98,10 +94,9 @@ class Lane:
         largest = max(bank.nbytes for bank in banks)
         self.staging = StagingRing(device, largest)
         self.ring = SlotRing(device, largest, sender, self.staging)
-        sizes = [bank.layout.row_nbytes for bank in banks if bank.layout.has_rows]
-        self._cache_budget, self._row_nbytes = cache_budget, sum(sizes)
-        rows = cache_rows(sizes, cache_budget)
-        self.caches = RowCaches(device, sender, min(rows, max(bank.num_experts for bank in banks)), self.replacement.decay)
+        decay = self.replacement.decay
+        self.budget = CacheBudget(device, banks, store, counters, sender, decay, nbytes=cache_budget, remedies=remedies)
+        self.caches = self.budget.caches
         store.ledger.add(Purpose.SLOTS, self.ring.held)
         store.ledger.add(Purpose.CACHES, self.caches.held)
         store.ledger.add(Purpose.STAGING, self.staging.held)
@@ -144,7 +139,7 @@ class Lane:
         if not self.looks_ahead:
             return False
         while len(self.ring) < self.slots:
-            if not self._grow() and not self.give_up_cache():
+            if not self._grow() and not self.budget.give_up():
                 self._stop_looking_ahead()
                 return False
         return True
@@ -256,7 +251,7 @@ class Lane:
         return Handout(tensors, None, bank.num_experts)
 
     def hand_out_cache(self, bank: ExpertBank, ids: torch.Tensor) -> Handout:
-        """Bring what a call uses into the bank's cache; `cache_of` has said that there is one."""
+        """Bring what a call uses into the bank's cache; `budget.cache_of` has said that there is one."""
         stored = self._store[bank]
         cache = self.caches.hold(stored)
         rows = self.caches.fetch(stored, ids, self._counter(bank))
@@ -265,7 +260,7 @@ class Lane:
 
     def _keep_from_slot(self, bank: ExpertBank, ids: torch.Tensor) -> None:
         """A prompt has its whole bank in a slot: keep what it uses most in the bank's cache, at no cost to the link."""
-        if self.cache_of(bank) is not None:
+        if self.budget.cache_of(bank) is not None:
             stored = self._store[bank]
             slot = self.ring.slot_of(bank.index)
             assert slot is not None, "a slot was handed out"
@@ -273,81 +268,16 @@ class Lane:
             weights = self.replacement.weights(max(ids.shape[0], 1))
             self.caches.keep(stored, slot.buffer, ids[-self.replacement.window :], weights)
 
-    def check_cache(self, bank: ExpertBank, ids: torch.Tensor) -> None:
-        """Give up caches that can't hold the experts of one token, saying once what would do."""
-        needed = min(ids.shape[-1], bank.num_experts)
-        if not self._cache_budget or self.caches.rows >= needed:
-            return
-        least = self._cache_budget if self._row_nbytes == 0 else needed * self._row_nbytes
-        if not self._counters.shrunk:
-            warn_small_cache(self._cache_budget, self.caches.rows, needed, least)
-        self._cache_budget = 0
-        self.caches.rows = 0
-
-    def say_no_cache(self, bank: ExpertBank) -> None:
-        """Experts that can't be given other ids have nothing of a cache that no prompt has filled: say it once."""
-        told = self._counters.unused_cache or self._counters.shrunk
-        if self.caches.rows > 0 and self.caches.of(bank.index) is None and not told:
-            self._counters.unused_cache = True
-            warn_no_cache(bank, self._remedies)
-
-    def cache_of(self, bank: ExpertBank) -> RowCache | None:
-        """A bank's cache, made now if it is not there; None if there is no room for one, which is said once."""
-        cache = self.caches.of(bank.index)
-        if cache is not None and self.caches.rows > 0:
-            return cache
-        wanting = self.caches.rows > 0 and not self.caches.is_full
-        if wanting and self.device.is_capturing():
-            raise_not_warm(bank)
-        while self.caches.rows > 0:
-            cache = self.caches.of(bank.index) if self.caches.is_full else self._prepare(bank)
-            if cache is not None or self.caches.is_full:
-                return cache
-        return None
-
-    def _prepare(self, bank: ExpertBank) -> RowCache | None:
-        try:
-            return self.caches.prepare(self._store[bank])
-        except torch.OutOfMemoryError:
-            if not self.give_up_cache():
-                # Graphs know the others, or a forward that is under way reads them: they stay, and no more are made.
-                self.caches.is_full = True
-            return None
-
     def begin_pass(self) -> None:
-        """A pass begins: learn from the ones before. Now and then look whether memory is about to run out, because a KV cache
-        grows, and give up part of the caches.
-        """
-        self._passes += 1
+        """A pass begins: learn from the ones before."""
         self._wants_rows.clear()
         self.observer.begin_pass()
-        if self._passes % _PASSES_PER_LOOK == 0 and self.caches.held():
-            room = self.device.room()
-            if room is not None and room < LEAST_ROOM:
-                self.give_up_cache()
+        self.budget.begin_pass()
 
     def begin_anew(self) -> None:
         """Forget what calls have shown."""
         self.observer = Observer(self.device)
         self._wants_rows.clear()
-
-    def give_up_cache(self) -> bool:
-        """Halve the caches, because memory is short: once with a warning. Returns whether that gave memory back."""
-        if self.device.is_capturing() or not self.caches.can_shrink:
-            return False
-        rows = self.caches.rows
-        if not self._counters.shrunk:
-            warnings.warn(
-                f"hf_prefetch: device memory is short on {self.device.name}, so the expert cache gets smaller than asked for: "
-                f"{rows // 2} experts a layer instead of {rows}, and fewer if that doesn't do. Decoding gets slower, with the "
-                "same output. Take a smaller expert_cache to have room for the KV cache.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        self._counters.shrunk = True
-        self._counters.fallbacks += 1
-        self.caches.shrink(rows // 2)
-        return True
 
     def can_be_captured(self, bank: ExpertBank) -> bool:
         """Whether a graph can send a bank's experts: page-locked memory, and nothing for the host to decide."""
@@ -372,3 +302,16 @@ class Lane:
 
     def _counter(self, bank: ExpertBank) -> RowCounter:
         return self._counters.rows_of(bank.index, bank.layout.row_nbytes, self.device)
+
+
+def make_lanes(
+    devices: dict[ExpertBank, StreamDevice], store: HostStore, counters: Counters, config: PrefetchConfig, remedies: Remedies
+) -> dict[ExpertBank, Lane]:
+    """A lane for each of the devices that banks compute on. Returns each bank's."""
+    lanes: dict[StreamDevice, Lane] = {}
+    for device in devices.values():
+        if device not in lanes:
+            banks = [bank for bank, other in devices.items() if other is device]
+            sizes: Any = {"slots": config.slots, "cache_budget": config.cache_budget}
+            lanes[device] = Lane(device, banks, store, counters, **sizes, remedies=remedies)
+    return {bank: lanes[device] for bank, device in devices.items()}

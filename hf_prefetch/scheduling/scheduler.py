@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -30,14 +30,16 @@ from ..memory.store import HostStore
 from ..report import Counters, Report
 from ..streams import StreamDevice
 from ..timeline import Timeline
-from .lane import Handout, Lane
+from .lane import Handout, Lane, make_lanes
 from .policy import Path, choose_path
+from .refusals import NeverCopied
 from .remedies import OF_MODELS, Remedies
+from .reporting import make_report
 
 __all__ = ["PrefetchScheduler"]
 
 
-class PrefetchScheduler:
+class PrefetchScheduler(NeverCopied):
     """Prefetches the expert banks of one model. Made by `enable_expert_prefetch`; reached as `model.expert_prefetch`.
 
     Attributes:
@@ -68,7 +70,7 @@ class PrefetchScheduler:
         self.lock = threading.RLock()
         self.counters = Counters()
         self.store = store
-        self._lane_of = self._make_lanes(devices)
+        self._lane_of = make_lanes(devices, store, self.counters, config, remedies)
         self._lanes = tuple(dict.fromkeys(self._lane_of.values()))
         self._ahead_of_use: set[int] = set()
         self._computing_since: dict[int, Any] = {}
@@ -116,7 +118,7 @@ class PrefetchScheduler:
                 lane.begin_pass()
         lane.announced = False
         if ids is not None:
-            lane.check_cache(bank, ids)
+            lane.budget.check(bank, ids)
         path = self._path(lane, bank, routed_ids, ids, remaps=remaps, capturing=capturing)
         if path is Path.CACHED and ids is not None:
             handout = lane.hand_out_cache(bank, ids)
@@ -174,7 +176,7 @@ class PrefetchScheduler:
 
     def give_up_cache(self, bank: ExpertBank) -> bool:
         """A forward has run out of device memory: make the row caches smaller. Returns whether that gave memory back."""
-        return self._lane_of[bank].give_up_cache()
+        return self._lane_of[bank].budget.give_up()
 
     def begin_pass(self, routed_ids: int | None) -> None:
         """A pass has begun and its first layers keep their experts on the device: send what will be needed first.
@@ -191,15 +193,6 @@ class PrefetchScheduler:
             if choose_path(wants_rows=few, can_look_ahead=lane.looks_ahead) is Path.LOOKAHEAD and lane.has_slots():
                 lane.send_first()
 
-    def _make_lanes(self, devices: dict[ExpertBank, StreamDevice]) -> dict[ExpertBank, Lane]:
-        lanes: dict[StreamDevice, Lane] = {}
-        for device in devices.values():
-            if device not in lanes:
-                banks = [bank for bank in self.banks if devices[bank] is device]
-                sizes: Any = {"slots": self.config.slots, "cache_budget": self.config.cache_budget}
-                lanes[device] = Lane(device, banks, self.store, self.counters, **sizes, remedies=self.remedies)
-        return {bank: lanes[device] for bank, device in devices.items()}
-
     def _path(
         self, lane: Lane, bank: ExpertBank, routed_ids: int | None, ids: torch.Tensor | None, *, remaps: bool, capturing: bool
     ) -> Path:
@@ -212,10 +205,10 @@ class PrefetchScheduler:
             can_route=can_route,
             can_cache=remaps and routed_ids is not None and lane.caches.fits(routed_ids, bank.num_experts),
         )
-        if path is Path.CACHED and lane.cache_of(bank) is None:
+        if path is Path.CACHED and lane.budget.cache_of(bank) is None:
             return Path.ROUTED
         if path is Path.ROUTED and not remaps and not self.counters.cached_calls:
-            lane.say_no_cache(bank)
+            lane.budget.say_unused(bank)
         if path is Path.LOOKAHEAD and not lane.has_slots():
             return Path.PLAIN
         return path
@@ -238,27 +231,7 @@ class PrefetchScheduler:
     def report(self) -> Report:
         """What happened since the model was enabled, or since `reset`."""
         with self.lock:
-            ledger = self.store.ledger
-            return self.counters.report(
-                slots=self.config.slots,
-                unpacks=any(lane.opens for lane in self._lanes),
-                banks=len(self.banks),
-                file_banks=self.store.in_files,
-                resident_banks=self.resident,
-                devices=tuple(lane.device.name for lane in self._lanes),
-                looks_ahead=all(lane.looks_ahead for lane in self._lanes),
-                device_bytes=ledger.held(Purpose.SLOTS),
-                cache_bytes=ledger.held(Purpose.CACHES),
-                cache_asked=self.config.cache_budget,
-                host_bytes=ledger.held(Purpose.BANKS),
-                file_bytes=ledger.held(Purpose.FILES),
-                pinned_bytes=ledger.held(Purpose.PINNED),
-                staging_bytes=ledger.held(Purpose.STAGING),
-                staged_bytes=sum(lane.staging.nbytes for lane in self._lanes),
-                staged_seconds=sum(lane.staging.seconds for lane in self._lanes),
-                unpacked_banks=sum(not bank.has_packed for bank in self.banks) if self.config.pack else 0,
-                weight_bytes=sum(bank.weight_nbytes for bank in self.banks),
-            )
+            return make_report(self.config, self.store, self.counters, self.banks, self._lanes, resident=self.resident)
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
@@ -297,7 +270,7 @@ class PrefetchScheduler:
             for bank, lane in self._lane_of.items():
                 lane.has_slots()
                 if bank.layout.has_rows:
-                    lane.cache_of(bank)
+                    lane.budget.cache_of(bank)
 
     def can_be_captured(self, bank: ExpertBank) -> bool:
         """Whether CUDA graphs can be captured over a bank, by calls that show their ids."""
@@ -377,17 +350,3 @@ class PrefetchScheduler:
     def _free(self) -> None:
         for lane in self._lanes:
             lane.close()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        _refuse_copy()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse_copy()
-
-
-def _refuse_copy() -> NoReturn:
-    raise TypeError(
-        "A model with expert prefetching enabled can't be copied or pickled: its streams, slots and page-locked memory "
-        "belong to this process. Call disable_expert_prefetch(model) first, and enable_expert_prefetch on each copy; "
-        "model.save_pretrained(...) works while it is enabled."
-    )
