@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from .memory.pages import node_of
+from .workers import Workers
 
 __all__ = ["AcceleratorDevice", "InOrderDevice", "StreamDevice", "default_device", "stream_device"]
 
@@ -171,8 +171,8 @@ class AcceleratorDevice(StreamDevice):
             with stream:
                 return here(nbytes)
 
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(there).result()
+        with Workers(1) as workers:
+            return workers.submit(there)()
 
     def copy(self, stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
         # An object of this call's own: it is the object that keeps what is to be current again, and not the thread that enters

@@ -20,7 +20,8 @@ DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"
 
 # Each line is a floor. A file in the package's own folder counts as a room of its own.
 FLOORS = [
-    {"config", "sizes", "progress", "memory.pages"},
+    {"config", "sizes", "progress", "workers"},
+    {"memory.pages"},
     {"streams", "banks"},
     {"demo", "discovery", "timeline", "memory"},
     {"device"},

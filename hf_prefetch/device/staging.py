@@ -64,7 +64,9 @@ class StagingRing:
         self._chunks: list[Chunk] = []
         self._turn = 0
         self._meter = Meter()
-        self._changed = threading.Condition()
+        # Taken itself, not through the condition: see [Note: Ctrl-C and locks] in workers.py.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._queue: deque[Upload] = deque()
         self._thread: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -115,7 +117,7 @@ class StagingRing:
         self._after_fork()
         self._allocate()
         upload.process, upload.asked_for, upload.chunks = self._process, 0, 0
-        with self._changed:
+        with self._lock:
             self._queue.append(upload)
             self._changed.notify_all()
         self._start()
@@ -123,7 +125,7 @@ class StagingRing:
     def cancel(self, upload: Upload) -> None:
         """Nobody wants it any more. A part of it may be under way for a moment still: see `synchronize`."""
         upload.is_cancelled = True
-        with self._changed:
+        with self._lock:
             if upload in self._queue:
                 self._queue.remove(upload)
             self._changed.notify_all()
@@ -151,7 +153,7 @@ class StagingRing:
         """Hold the caller until nothing is read or enqueued for an upload any more, whatever became of it."""
         self._after_fork()
         self._start()
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._is_live(upload))
 
     def _is_live(self, upload: Upload) -> bool:
@@ -164,7 +166,7 @@ class StagingRing:
     def close(self) -> None:
         """End the threads, wait for the last copies and free the chunks. Idempotent; it can be used again."""
         self._after_fork()
-        with self._changed:
+        with self._lock:
             for upload in (*self._queue, *(chunk.upload for chunk in self._chunks)):
                 if upload is not None:
                     upload.is_cancelled = True
@@ -176,7 +178,7 @@ class StagingRing:
         if self._pool is not None:
             self._pool.shutdown()
         self._free_chunks()
-        with self._changed:
+        with self._lock:
             self._thread = self._pool = None
             self._own.clear()
             self._is_stopping = False
@@ -233,14 +235,14 @@ class StagingRing:
         for chunk in reading:
             wait(chunk.reads)
             self._done_with(chunk, error)
-        with self._changed:
+        with self._lock:
             while self._queue:
                 self._queue.popleft().error = error
             self._changed.notify_all()
 
     def _next(self, *, may_sleep: bool) -> Chunk | None:
         """The next chunk, and which part of which upload it gets; None if there is none, and, if it may sleep, at the end."""
-        with self._changed:
+        with self._lock:
             while True:
                 while self._queue and not self._queue[0].goes_on:
                     self._queue.popleft()
@@ -307,7 +309,7 @@ class StagingRing:
         upload = chunk.upload
         assert upload is not None
         chunk.reads, chunk.upload = [], None
-        with self._changed:
+        with self._lock:
             upload.error = upload.error or error
             upload.chunks -= 1
             self._changed.notify_all()

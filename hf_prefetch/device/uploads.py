@@ -12,12 +12,13 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from ..memory.pinned import Arena
 from ..streams import StreamDevice
+from ..workers import Workers
 
 __all__ = ["uploaded"]
 
@@ -66,14 +67,14 @@ def uploaded(device: StreamDevice, parts: Iterable[torch.Tensor], most: int) -> 
     try:
         for stage in stages:
             stage.pin()
-        with ThreadPoolExecutor(1, thread_name_prefix="hf_prefetch_upload") as pool:
+        with Workers(1) as workers:
             part = next(waiting, None)
-            ahead = None if part is None else pool.submit(stages[0].send, part)
+            ahead = None if part is None else workers.submit(partial(stages[0].send, part))
             while ahead is not None:
-                there, stage = ahead.result(), stages[0]
+                there, stage = ahead(), stages[0]
                 stages.reverse()
                 part = next(waiting, None)
-                ahead = None if part is None else pool.submit(stages[0].send, part)
+                ahead = None if part is None else workers.submit(partial(stages[0].send, part))
                 device.wait(device.compute_stream(), stage.sent)
                 yield there
                 device.record(stage.free, device.compute_stream())

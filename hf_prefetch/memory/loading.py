@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
 from math import prod
 from types import TracebackType
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from ..banks.forms import is_plain
 from ..progress import byte_progress
+from ..workers import Workers
 from .checkpoint import StoredTensor, is_unchanged
 from .deferred import Deferred, Packed, Piece, Recipe, Stored, pieces, stored_in
 from .packing import PackedRows, unpack
@@ -42,7 +43,7 @@ class Reader:
 
     def __init__(self, progress: bool | None) -> None:
         self._progress = progress
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="hf_prefetch_reader")
+        self._workers = Workers(THREADS)
         self._bar = byte_progress(0, "loading weights", False)
         self._lock = threading.Lock()
 
@@ -50,7 +51,7 @@ class Reader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._workers.close()
         self._bar.close()
 
     def expect(self, tensors: Iterable[StoredTensor]) -> None:
@@ -89,33 +90,14 @@ class Reader:
             if first is not None and second is None:
                 self._count(_read_piece(first))
             elif first is not None and second is not None:
-                self._read_many(_chain(first, second, waiting))
-
-    def _read_many(self, waiting: Iterator[Piece]) -> None:
-        running: set[Future[int]] = set()
-        try:
-            while True:
-                running |= {self._pool.submit(_read_piece, piece) for piece in islice(waiting, AHEAD - len(running))}
-                if not running:
-                    return
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                self._count(sum(future.result() for future in done))
-        finally:
-            # Whatever ended this, nobody may write to the destination after it.
-            for future in running:
-                future.cancel()
-            wait(running)
+                tasks = (partial(_read_piece, piece) for piece in chain((first, second), waiting))
+                # Whatever ends this, nobody writes to the destination after it.
+                self._workers.run(tasks, AHEAD, self._count)
 
     def _count(self, nbytes: int) -> None:
         # Something that is read twice (to compare tied weights) must not lead beyond the end.
         with self._lock:
             self._bar.update(min(nbytes, max(0, (self._bar.total or 0) - self._bar.n)))
-
-
-def _chain(first: Piece, second: Piece, others: Iterator[Piece]) -> Iterator[Piece]:
-    yield first
-    yield second
-    yield from others
 
 
 def _read_piece(piece: Piece) -> int:

@@ -30,9 +30,9 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, count
 from math import prod
 from pathlib import Path
@@ -43,6 +43,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from ..workers import Workers
 from .checkpoint import StoredTensor, read_headers, read_metadata, runs
 from .packing import BLOCK, BLOCK_BYTES, PackedRows
 
@@ -185,8 +186,8 @@ class PackedFiles:
         everything = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         for key, (rows, _) in packed.items():
             everything |= {f"{key}.blocks": rows.blocks.cpu().contiguous(), f"{key}.escapes": rows.escapes.cpu().contiguous()}
-        with ThreadPoolExecutor(_THREADS) as pool:
-            sums = {key: list(pool.map(zlib.crc32, _parts(tensor))) for key, tensor in everything.items()}
+        with Workers(_THREADS) as workers:
+            sums = {key: workers.map(zlib.crc32, _parts(tensor)) for key, tensor in everything.items()}
         metadata = {
             "format": FORMAT,
             "version": str(VERSION),
@@ -312,14 +313,15 @@ def damaged_tensors(folder: Path) -> Iterator[tuple[StoredTensor, bool]]:
     index = read_index(folder)
     plain, packed = read_packed([folder / name for name in sorted(index.headers)], index)
     parts = (part for blocks, escapes, _ in packed.values() for part in (blocks, escapes))
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Workers(_THREADS) as workers:
         for stored in (*plain.values(), *parts):
             places = list(runs(stored.shape, stored.nbytes))
-            sums = pool.map(lambda place, stored=stored: _checksum(stored, *place), places)
+            sums = workers.map(partial(_checksum, stored), places)
             yield stored, tuple(sums) != stored.checksums
 
 
-def _checksum(stored: StoredTensor, begin: int, end: int) -> int:
+def _checksum(stored: StoredTensor, place: tuple[int, int]) -> int:
+    begin, end = place
     with stored.file.open("rb") as stream:
         stream.seek(stored.offset + begin)
         return zlib.crc32(stream.read(end - begin))

@@ -14,13 +14,14 @@ import ctypes
 import mmap
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..workers import Workers
 
 __all__ = ["SEGMENT", "Pages", "give_back_freed", "node_of"]
 
@@ -72,8 +73,8 @@ class Pages:
                 nbytes = min(SEGMENT, self.mapped - begin)
                 return int(libc.madvise(address + begin, nbytes, _MADV_POPULATE_WRITE)) == 0
 
-            with ThreadPoolExecutor(threads) as pool:
-                if all(pool.map(bring, range(0, self.mapped, SEGMENT))):
+            with Workers(threads) as workers:
+                if all(workers.map(bring, range(0, self.mapped, SEGMENT))):
                     return
         with torch.inference_mode(False):
             self.block.fill_(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +14,7 @@ from torch import nn
 from ..banks.bank import ExpertBank
 from ..banks.forms import can_take_apart, is_plain, parts, replace_parts
 from ..streams import StreamDevice
+from ..workers import Workers
 from .disk import FileSource, OnDisk, replace_parameter
 from .ledger import Ledger, Purpose
 from .pages import SEGMENT, give_back_freed
@@ -176,10 +176,10 @@ class HostStore:
             # A download is fastest into locked pages.
             self._pin(arena, device)
         # Pages are locked while they are filled: neither has to wait for the other.
-        with ThreadPoolExecutor(1) as pool:
-            locked = pool.submit(self._pin, arena, device)
+        with Workers(1) as workers:
+            locked = workers.submit(partial(self._pin, arena, device))
             self._fill(bank, views, load)
-            locked.result()
+            locked()
 
     def _fill(self, bank: ExpertBank, views: dict[str, torch.Tensor], load: Load) -> None:
         # Each Parameter's old memory is free before the next one is copied: a bank never exists twice as a whole.
