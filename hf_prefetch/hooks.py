@@ -237,7 +237,9 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         own = (*self.bank.parameters.values(), *module.parameters())
         watched = [value for value in (*inputs, *own) if value.requires_grad]
         # Whatever a graph holds on to can't be unpacked again.
-        watched = [nn.Parameter(torch.empty(0)) if can_open(value) else value for value in watched]
+        watched = [
+            nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu")) if can_open(value) else value for value in watched
+        ]
         if not watched:
             return output
         refuse = functools.partial(_RefuseBackward.apply, self.bank.name)

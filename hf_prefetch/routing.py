@@ -73,7 +73,7 @@ class RoutingTrace:
     def save(self, path: str | Path) -> None:
         """Write a safetensors file: `NAME.ids` and `NAME.calls` of each bank, the rest in its metadata."""
         tensors = {f"{name}.ids": ids.contiguous() for name, ids in self.ids.items()}
-        tensors |= {f"{name}.calls": torch.tensor(calls, dtype=torch.int64) for name, calls in self.calls.items()}
+        tensors |= {f"{name}.calls": torch.tensor(calls, dtype=torch.int64, device="cpu") for name, calls in self.calls.items()}
         metadata = {"format": _FORMAT, "model": self.model, "num_experts": json.dumps(self.num_experts)}
         # For whoever reads the header only; loading takes it from the shapes.
         metadata["top_k"] = json.dumps(self.top_k)

@@ -241,7 +241,7 @@ class AcceleratorDevice(StreamDevice):
     def _forget_last_error(self) -> None:
         # The runtime keeps a refused call's error and the next kernel launch would report it as its own.
         with suppress(RuntimeError):
-            torch.zeros(1, device=self.device).add_(1)
+            torch.zeros(1, dtype=torch.float32, device=self.device).add_(1)
 
 
 class InOrderDevice(StreamDevice):

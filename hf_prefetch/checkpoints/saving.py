@@ -120,7 +120,7 @@ def pack_checkpoint(source: Path, folder: Path, device: StreamDevice, *, progres
     with deferred_model(source, False, dtype="auto") as (model, unread):
 
         def value(parameter: torch.Tensor) -> torch.Tensor:
-            there = torch.empty(parameter.shape, dtype=parameter.dtype)
+            there = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             unread.load(parameter, there)
             return there
 

@@ -150,7 +150,7 @@ class Bench:
     def _measure_point(self, point: Point, decode_tokens: int) -> None:
         torch.manual_seed(point.tokens)
         vocabulary = self.model.config.get_text_config().vocab_size
-        prompt = torch.randint(0, vocabulary, (1, point.tokens)).to(self.home.device)
+        prompt = torch.randint(0, vocabulary, (1, point.tokens), dtype=torch.int64, device="cpu").to(self.home.device)
         if point.what == "prefill":
             self._prefill(prompt)
         self._ask_device("reset_peak_memory_stats")

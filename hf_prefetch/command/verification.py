@@ -139,7 +139,7 @@ def verify(folder: Path, name: str, device: torch.device, *, progress: bool | No
         why = "; ".join(map(str, dict.fromkeys(reasons)))
         raise ValueError(f"{name} has nothing to pack, whatever its weights are: its experts {why}")
     packed_nbytes, escapes, wrong = 0, 0, []
-    counts = torch.zeros(256, dtype=torch.int64)
+    counts = torch.zeros(256, dtype=torch.int64, device="cpu")
     with byte_progress(sum(stored.nbytes for stored in suited), "experts packed and compared", progress) as bar:
         for stored, tensor in _tensors(suited):
             rows = tensor.to(device).reshape(tensor.shape[0] if tensor.dim() == 3 else 1, -1)

@@ -193,7 +193,7 @@ class RowSender:
             ]
             with torch.inference_mode(False):
                 there = self.device.allocate(24 * len(table)).view(torch.int64).view(-1, 3)
-                self._tensors[pair] = there.copy_(torch.tensor(table))
+                self._tensors[pair] = there.copy_(torch.tensor(table, dtype=torch.int64, device="cpu"))
         return self._tensors[pair]
 
 

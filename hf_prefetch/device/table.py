@@ -92,7 +92,7 @@ class RowTable:
     def assign_prompt(self, ids: torch.Tensor, kept: float, added: float) -> Assignment:
         """Choose the experts worth keeping after a prompt whose last ids these are: `Replacement.prompt`."""
         flat = self._named(ids)
-        counts = torch.zeros(self.experts + 1, device=flat.device)
+        counts = torch.zeros(self.experts + 1, dtype=torch.float32, device=flat.device)
         counts.index_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))
         self._score(self.scores.mul(kept).add_(counts[:-1].mul_(added)))
         best = torch.sort(self.scores, descending=True, stable=True).indices[: self.rows]

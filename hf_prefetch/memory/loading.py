@@ -67,7 +67,7 @@ class Reader:
     def materialize(self, deferred: Deferred) -> torch.Tensor:
         """What a deferred tensor stands for, as an ordinary tensor in new memory."""
         with torch.inference_mode(False):
-            tensor = torch.empty(tuple(deferred.shape), dtype=deferred.dtype)
+            tensor = torch.empty(tuple(deferred.shape), dtype=deferred.dtype, device="cpu")
         self.read(deferred.recipe, tensor)
         return tensor
 
@@ -79,7 +79,8 @@ class Reader:
         """
         with torch.inference_mode(False):
             if isinstance(recipe, Packed):
-                blocks, escapes = (torch.empty(part.shape, dtype=part.dtype) for part in (recipe.blocks, recipe.escapes))
+                made = (torch.empty(part.shape, dtype=part.dtype, device="cpu") for part in (recipe.blocks, recipe.escapes))
+                blocks, escapes = made
                 self.read(Stored(recipe.blocks, blocks.dtype), blocks)
                 self.read(Stored(recipe.escapes, escapes.dtype), escapes)
                 destination.copy_(unpack(PackedRows(recipe.shape[1:].numel(), blocks, escapes)).view(recipe.shape))
@@ -104,7 +105,7 @@ def _read_piece(piece: Piece) -> int:
     """Read one piece, on whatever thread. Returns its bytes."""
     destination, stored = piece.destination, piece.source
     direct = destination.dtype == stored.dtype and destination.is_contiguous()
-    buffer = destination if direct else torch.empty(destination.shape, dtype=stored.dtype)
+    buffer = destination if direct else torch.empty(destination.shape, dtype=stored.dtype, device="cpu")
     view = memoryview(buffer.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type] # an ndarray is a Buffer
     try:
         with stored.file.open("rb", buffering=0) as stream:
@@ -218,9 +219,9 @@ class Unread:
         """Empty all Parameters that were to be read, those too that have been."""
         for parameter in self._all:
             if is_plain(parameter):
-                parameter.data = torch.empty(0, dtype=parameter.dtype)
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device="cpu")
             else:
-                empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype))
+                empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="cpu"))
                 torch.utils.swap_tensors(parameter, empty)  # type: ignore[no-untyped-call]
         self._recipes.clear()
 
@@ -229,7 +230,7 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a tensor, of which the system provides nothing before somebody writes there."""
     nbytes = prod(shape) * dtype.itemsize
     if nbytes < _OWN_PAGES:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     # Memory from torch's allocator may be filled with NaN at once (torch.use_deterministic_algorithms).
     return Arena(nbytes, shared=False).block.view(dtype).view(shape)
 

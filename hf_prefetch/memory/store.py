@@ -75,7 +75,7 @@ class StoredBank:
         if self.source is None:
             return self.block[place]
         with torch.inference_mode(False):
-            there = torch.empty(place.stop - place.start, dtype=torch.uint8)
+            there = torch.empty(place.stop - place.start, dtype=torch.uint8, device="cpu")
         self.source.read(place.start, there)
         return there
 
@@ -259,7 +259,7 @@ class HostStore:
             elif wants_back:
                 value = stored.weights(name)
             else:
-                value = torch.empty(0, dtype=parameter.dtype)
+                value = torch.empty(0, dtype=parameter.dtype, device="cpu")
             replace_parameter(parameter, value)
 
     def keep_locked(self) -> None:

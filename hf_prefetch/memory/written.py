@@ -63,7 +63,7 @@ def write_bank(
             source = _found(file, layout, made_of)
             if source is not None:
                 return source
-    block = torch.empty(layout.nbytes, dtype=torch.uint8)
+    block = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
     fill(block)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -144,7 +144,7 @@ def _check(function: Callable[[torch.Tensor], torch.Tensor], bank: ExpertBank, d
     """Try a move on an empty tensor of the bank's kind, and refuse it if it leads elsewhere or changes the dtype."""
     for dtype in {parameter.dtype for parameter in bank.parameters.values()}:
         with torch.no_grad():
-            moved = function(torch.empty(0, dtype=dtype))
+            moved = function(torch.empty(0, dtype=dtype, device="cpu"))
         if moved.device != device:
             _refuse(f"moved to {moved.device}", f"its experts are prefetched to {device} and must stay there")
         if moved.dtype != dtype:

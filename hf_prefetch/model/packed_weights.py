@@ -139,7 +139,7 @@ class PackedWeights(torch.Tensor):
         """The Parameter that this is when it is unpacked: keeps the gradient and its hooks, and no weights meanwhile."""
         if self._aside is None:
             with torch.inference_mode(False):
-                self.put_aside(nn.Parameter(torch.empty((), dtype=torch.bfloat16)))
+                self.put_aside(nn.Parameter(torch.empty((), dtype=torch.bfloat16, device="cpu")))
         assert self._aside is not None, "it was put there"
         self._aside.requires_grad_(self.requires_grad)
         own = _OWN_GRAD.__get__(self)
@@ -153,7 +153,7 @@ class PackedWeights(torch.Tensor):
         """Keep this one, without its weights, for the time when these are unpacked."""
         with torch.inference_mode(False):
             # Of the same shape, as its gradient has to be.
-            ordinary.data = torch.empty((), dtype=torch.bfloat16).expand(self.shape)
+            ordinary.data = torch.empty((), dtype=torch.bfloat16, device="cpu").expand(self.shape)
         self._aside = ordinary
 
     @property

@@ -201,7 +201,7 @@ class TakenHooks:
 
 def _in_files(parameter: nn.Parameter, recipe: Stored, read: Callable[[], torch.Tensor]) -> nn.Parameter:
     """A Parameter that stays in its file."""
-    made = nn.Parameter(torch.empty(0), requires_grad=parameter.requires_grad)
+    made = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="cpu"), requires_grad=parameter.requires_grad)
     replace_parameter(made, OnDisk.of(parameter, read))
     made.recipe = recipe  # type: ignore[attr-defined]
     return made

@@ -51,7 +51,7 @@ class Observer:
         """
         stream = self._device.compute_stream()
         with torch.inference_mode(False):
-            there = torch.empty((2, 2), dtype=torch.int64, pin_memory=totals.is_cuda)
+            there = torch.empty((2, 2), dtype=torch.int64, device="cpu", pin_memory=totals.is_cuda)
         there[0].copy_(totals, non_blocking=True)
         begin = self._device.mark(stream)
         count()

@@ -280,7 +280,7 @@ class FakeDevice(StreamDevice):
             self._reap()
             if nbytes == 0:
                 with torch.inference_mode(False):
-                    return torch.empty(0, dtype=torch.uint8)
+                    return torch.empty(0, dtype=torch.uint8, device="cpu")
             stream = self.compute_stream()
             tensor, region = self.memory.allocate(nbytes, stream.name)
             # Enqueued, not done here: kernels of this stream may still use what the memory held before.

@@ -138,7 +138,7 @@ class FakeMemory:
             storage, base = region.block.untyped_storage(), region.base
         size = tensor.element_size()
         with torch.inference_mode(False), torch.no_grad():
-            return torch.empty(0, dtype=torch.uint8).set_(
+            return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
                 storage, tensor.data_ptr() - base, (*tensor.shape, size), (*(s * size for s in tensor.stride()), 1)
             )
 
