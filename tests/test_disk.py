@@ -138,11 +138,75 @@ def test_on_whatever_device_there_is(
 def test_a_part_that_outlives_its_model(tmp_path: Path) -> None:
     model = load(save("mixtral", tmp_path))
     parameter = next(experts_of(model)["model.layers.0.mlp.experts"].parameters())
-    assert parameter.float().sum() != 0
+    expected = parameter.float()
+    assert expected.sum() != 0
     del model
     gc.collect()
-    with pytest.raises(RuntimeError, match="is closed: the model whose experts are there is gone"):
-        parameter.sum()
+    # It can be read as long as it is there.
+    assert torch.equal(parameter.float(), expected)
+    assert open_files(tmp_path) == 1
+    del parameter
+    assert open_files(tmp_path) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"pack": True}, {"host_memory": 0}], ids=str)
+def test_a_part_that_is_left_of_a_model(options: dict[str, Any], tmp_path: Path) -> None:
+    """As a merged adapter's base model is: it says what helps, which has the weights in memory again and all files closed."""
+    model, ids = build("qwen3_moe", torch.bfloat16), prompt(20)
+    expected, part = logits(model, ids), model.model
+    with torch.no_grad():
+        hidden, before = part(ids).last_hidden_state, {name: value.clone() for name, value in part.state_dict().items()}
+    if "host_memory" in options:
+        options = {**options, "offload_folder": tmp_path}
+    enable_expert_prefetch(model, device="cpu", progress=False, **options)
+    assert torch.equal(logits(model, ids), expected)
+    del model
+    gc.collect()
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"has ended.*call disable_expert_prefetch on the part that is left"),
+    ):
+        part(ids)
+    disable_expert_prefetch(part)
+    assert {type(parameter) for parameter in part.parameters()} == {torch.nn.Parameter}
+    with torch.no_grad():
+        assert torch.equal(part(ids).last_hidden_state, hidden)
+    assert all(torch.equal(value, before[name]) for name, value in part.state_dict().items())
+    gc.collect()
+    assert open_files(tmp_path) == 0
+
+
+def test_what_a_parameter_has_besides_its_values(tmp_path: Path) -> None:
+    """Its gradient, hooks of both kinds, and attributes: while it is in a file, and afterwards."""
+    model, ids, seen = build("mixtral"), prompt(20), []
+    parameter = experts_of(model)["model.layers.0.mlp.experts"].down_proj
+    model(ids, labels=ids).loss.backward()
+    gradient = parameter.grad.clone()
+    parameter.tag = "before"
+    parameter.register_hook(lambda _: seen.append("hook"))
+    parameter.register_post_accumulate_grad_hook(lambda _: seen.append("post"))
+    enable_expert_prefetch(model, device="cpu", host_memory=0, offload_folder=tmp_path, progress=False)
+    assert isinstance(parameter, OnDisk)
+    assert torch.equal(parameter.grad, gradient)
+    assert parameter.tag == "before"
+    parameter.tag, parameter.other = "meanwhile", "new"
+    parameter.register_hook(lambda _: seen.append("late"))
+    with torch.no_grad():
+        model(ids)
+    disable_expert_prefetch(model)
+    assert type(parameter) is torch.nn.Parameter
+    assert (parameter.tag, parameter.other, set(parameter.__dict__)) == ("meanwhile", "new", {"tag", "other"})
+    assert torch.equal(parameter.grad, gradient)
+    model(ids, labels=ids).loss.backward()
+    assert torch.equal(parameter.grad, 2 * gradient)
+    assert seen == ["hook", "late", "post"]
+    enable_expert_prefetch(model, device="cpu", host_memory=0, offload_folder=tmp_path, progress=False)
+    model.zero_grad()
+    assert parameter.grad is None
+    with pytest.raises(RuntimeError, match="stay in their files"):
+        parameter.data = torch.zeros_like(gradient)
+    disable_expert_prefetch(model)
+    assert parameter.grad is None
 
 
 def test_loaded_under_inference_mode(tmp_path: Path) -> None:

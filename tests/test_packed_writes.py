@@ -195,6 +195,7 @@ def test_gradients_hooks_and_attributes_stay() -> None:
         disable_expert_prefetch(model)
         assert torch.equal(parameter.grad, expected)
     enable(model)
+    handles.append(parameter.register_hook(lambda _: calls.append("late")))
     handles.append(parameter.register_post_accumulate_grad_hook(lambda _: calls.append("meanwhile")))
     parameter.other = "given meanwhile"
     del parameter.tag
@@ -207,11 +208,11 @@ def test_gradients_hooks_and_attributes_stay() -> None:
     assert not PackedWeights.OWN & set(vars(parameter))
     model(ids, labels=ids).loss.backward()
     assert torch.equal(parameter.grad, expected)
-    assert calls == ["before", "meanwhile"]
+    assert calls == ["before", "late", "meanwhile"]
     for handle in handles:
         handle.remove()
     model(ids, labels=ids).loss.backward()
-    assert len(calls) == 2
+    assert len(calls) == 3
 
 
 def test_a_gradient_that_comes_while_it_is_packed() -> None:
@@ -264,13 +265,19 @@ def test_a_step_that_finds_no_room_is_refused() -> None:
 
 
 def test_a_view_keeps_weights_packed() -> None:
-    """While there is one, disabling says so; the remedy works."""
+    """While there is one, disabling says so, as often as it is called; the remedy works."""
     model, other = pair()
     view = model.get_parameter(NAME)[3]
-    with pytest.raises(RuntimeError, match=r"a view of them.*Delete it and call this again; .* enable it before"):
-        disable_expert_prefetch(model)
+    for again in (disable_expert_prefetch, disable_expert_prefetch, enable):
+        with pytest.raises(RuntimeError, match=r"a view of them.*Delete it and call this again\.$"):
+            again(model)
+        packed = [name for name, parameter in model.named_parameters() if type(parameter) is not nn.Parameter]
+        assert packed == [NAME]
+        with torch.no_grad():
+            assert torch.equal(model(prompt(LONG)).logits, other(prompt(LONG)).logits)
     del view
-    disable_expert_prefetch(enable(model))
+    disable_expert_prefetch(model)
+    assert not hasattr(model, "expert_prefetch")
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import os
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -20,7 +22,8 @@ from torch.utils._pytree import tree_map_only
 from ..banks.layout import BankLayout, TensorSpec
 from .checkpoint import FileState, StoredTensor, is_unchanged, state_of
 from .deferred import LOOKS, Packed, Recipe, pieces
-from .read_only import run_reading
+from .read_only import REFUSAL, run_reading
+from .swapping import swap
 
 __all__ = ["Checksum", "Extent", "FileSource", "OnDisk", "extents_of", "replace_parameter"]
 
@@ -95,7 +98,8 @@ class Checksum(NamedTuple):
 
 
 class FileSource:
-    """Reads a bank's bytes from files. The files stay open, so that one that is replaced meanwhile does no harm.
+    """Reads a bank's bytes from files. The files stay open, so that one that is replaced meanwhile does no harm: until `close`,
+    or as long as somebody may read, as a Parameter does that has outlived its model.
 
     Args:
         extents: where the bytes are. What lies in between is of no meaning.
@@ -113,10 +117,12 @@ class FileSource:
         self._check_begins = [check.begin for check in checks]
         self._to_check = set(range(len(checks)))
         self._files: dict[Path, tuple[FileIO, FileState]] = {}
+        self._open = ExitStack()
+        weakref.finalize(self, self._open.close).atexit = False
         self._one_at_a_time = threading.Lock()
         try:
             for file, known in {extent.stored.file: extent.stored.state for extent in extents}.items():
-                stream = FileIO(file, "r") if opened is None else opened
+                stream = self._open.enter_context(FileIO(file, "r") if opened is None else opened)
                 self._files[file] = stream, state_of(stream.fileno())
                 if known is not None and not is_unchanged(file, stream.fileno(), known):
                     raise ValueError(f"{file} was written to or replaced while it was loaded. Load the model again.")
@@ -196,8 +202,7 @@ class FileSource:
 
     def close(self) -> None:
         """Close the files. Idempotent."""
-        for opened, _ in self._files.values():
-            opened.close()
+        self._open.close()
 
 
 class OnDisk(torch.Tensor):
@@ -205,7 +210,11 @@ class OnDisk(torch.Tensor):
 
     Attributes:
         read: gives the weights as an ordinary tensor, in new memory.
+        _aside: the Parameter that this was, without its weights: keeps the gradient and its hooks.
     """
+
+    # What is not its user's.
+    OWN = ("read", "recipe", "_aside", "_is_param")
 
     # For `forms`: one tensor, like any other, as far as its shape and type go.
     is_one_tensor = True
@@ -227,6 +236,11 @@ class OnDisk(torch.Tensor):
                 return OnDisk.of(args[0], args[0].read)
         if func in _TOLD:
             return _TOLD[func](args[0])
+        if func == _SET_DATA:
+            raise RuntimeError(REFUSAL)
+        aside = args[0].__dict__.get("_aside") if func in _OF_GRADIENTS else None
+        if aside is not None:
+            return func(aside, *args[1:], **kwargs)
         if func in LOOKS or name == "__set__":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -244,6 +258,18 @@ def _getter(name: str) -> Any:
     return getattr(torch.Tensor, name).__get__
 
 
+def _setter(name: str, *, deletes: bool = False) -> Any:
+    return getattr(getattr(torch.Tensor, name), "__delete__" if deletes else "__set__")
+
+
+_SET_DATA = _setter("data")
+_OF_GRADIENTS = {
+    _getter("grad"),
+    _setter("grad"),
+    _setter("grad", deletes=True),
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+}
 _SAME = {torch.Tensor.detach, _getter("data")}
 _TOLD: dict[Any, Callable[[Any], Any]] = {
     _getter("device"): lambda _: torch.device("cpu"),
@@ -253,12 +279,26 @@ _TOLD: dict[Any, Callable[[Any], Any]] = {
 
 
 def replace_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Make a Parameter of another kind of tensor. It stays the same object."""
-    requires_grad = parameter.requires_grad
+    """Make a Parameter of another kind of tensor. It stays the same object, with its gradient, its hooks and attributes."""
     with torch._C.DisableTorchFunctionSubclass():
+        own: dict[str, Any] = {}
+        attributes = dict(parameter.__dict__)
         if isinstance(value, OnDisk):
-            other: torch.Tensor = value.requires_grad_(requires_grad)
-            other.__dict__["_is_param"] = True
+            other: torch.Tensor = value.requires_grad_(parameter.requires_grad)
+            own = {"read": value.read, "_is_param": True}
+            # What is made under inference_mode has no gradient, and can't have memory of the other kind.
+            if not parameter.is_inference():
+                own["_aside"] = other  # which is what the Parameter was, when they are swapped
         else:
-            other = nn.Parameter(value, requires_grad=requires_grad)
-        torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+            attributes = {name: attribute for name, attribute in attributes.items() if name not in OnDisk.OWN}
+            other = parameter.__dict__.pop("_aside", None)
+            if other is None or other.is_meta != value.is_meta:
+                other = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            else:
+                other.data = value
+                other.requires_grad_(parameter.requires_grad)
+        swap(parameter, other)
+        parameter.__dict__.clear()
+        parameter.__dict__.update(attributes | own)
+        if "_aside" in own:
+            other.data = torch.empty((), dtype=other.dtype, device="meta" if other.is_meta else "cpu").expand(other.shape)

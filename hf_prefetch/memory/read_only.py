@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-__all__ = ["OpenedView", "ReadOnly", "mapped", "run_reading", "written_by"]
+__all__ = ["REFUSAL", "OpenedView", "ReadOnly", "mapped", "run_reading", "written_by"]
 
-_REFUSAL = (
+REFUSAL = (
     "These weights stay in their files (host_memory=), so they can't be written to. Call disable_expert_prefetch(model) first, "
     "which reads them into memory."
 )
@@ -75,7 +75,7 @@ class ReadOnly(OpenedView):
     ) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(value, ReadOnly) for value in written_by(function, args, kwargs)):
-            raise RuntimeError(_REFUSAL)
+            raise RuntimeError(REFUSAL)
         read: list[torch.Tensor] = []
 
         def plain(value: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class _Reading(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         for value in written_by(function, args, kwargs or {}):
             if isinstance(value, torch.Tensor) and _is_of(value, self._read):
-                raise RuntimeError(_REFUSAL)
+                raise RuntimeError(REFUSAL)
         return function(*args, **(kwargs or {}))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..banks.bank import ExpertBank
 from ..banks.forms import can_take_apart, is_plain, parts, replace_parts
+from ..banks.layout import BankLayout
 from ..streams import StreamDevice
 from ..workers import Workers
 from .disk import FileSource, OnDisk, replace_parameter
@@ -81,16 +82,21 @@ class StoredBank:
 
     def weights(self, name: str) -> torch.Tensor:
         """One of the bank's tensors, read into memory of its own."""
-        (spec,) = (spec for spec in self.bank.layout.specs if spec.name == name)
-        with torch.inference_mode(False):
-            block = Arena(max(spec.nbytes, 1), shared=False).block[: spec.nbytes]
-            self.read(spec.offset, block)
-            return block.view(spec.dtype).as_strided(spec.shape, spec.stride)
+        return _weights(self.read, self.bank.layout, name)
 
     @property
     def version(self) -> tuple[int, ...]:
         """Changes whenever torch writes to one of the bank's Parameters in place."""
         return tuple(map(_version_of, self.bank.parameters.values()))
+
+
+def _weights(read: Callable[[int, torch.Tensor], None], layout: BankLayout, name: str) -> torch.Tensor:
+    """One of a bank's tensors, read into memory of its own."""
+    (spec,) = (spec for spec in layout.specs if spec.name == name)
+    with torch.inference_mode(False):
+        block = Arena(max(spec.nbytes, 1), shared=False).block[: spec.nbytes]
+        read(spec.offset, block)
+        return block.view(spec.dtype).as_strided(spec.shape, spec.stride)
 
 
 def _version_of(parameter: nn.Parameter) -> int:
@@ -202,10 +208,11 @@ class HostStore:
         """
         origins = {name: _origin(parameter) for name, parameter in bank.parameters.items()}
         inference = frozenset(name for name, parameter in bank.parameters.items() if parameter.is_inference())
-        stored = self._stored[bank.index] = StoredBank(bank, None, origins, inference, source)
+        self._stored[bank.index] = StoredBank(bank, None, origins, inference, source)
         self._wants_back[bank.index] = wants_back
         for name, parameter in bank.parameters.items():
-            read = partial(stored.weights, name)
+            # Refers to nothing else of the model: the Parameter may outlive that.
+            read = partial(_weights, source.read, bank.layout, name)
             if isinstance(parameter, OnDisk):
                 parameter.read = read
             else:
@@ -248,6 +255,8 @@ class HostStore:
             self._let_go(stored)
             raise
         self._let_go(stored)
+        if stored.source is not None:
+            stored.source.close()
 
     def _take_from_files(self, stored: StoredBank) -> None:
         wants_back = self._wants_back[stored.bank.index]()
@@ -275,8 +284,6 @@ class HostStore:
             self._let_go(stored)
 
     def _let_go(self, stored: StoredBank) -> None:
-        if stored.source is not None:
-            stored.source.close()
         if stored.arena is not None and self._kept is None:
             stored.arena.unpin()
         elif stored.arena is not None and self._kept is not None:

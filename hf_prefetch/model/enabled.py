@@ -9,9 +9,11 @@ from torch import nn
 
 from ..banks.bank import ExpertBank
 from ..hooks import detach, hook_of
+from ..memory.disk import OnDisk, replace_parameter
 from ..ops import schedulers
 from ..scheduling.scheduler import PrefetchScheduler
 from .guards import unguard
+from .packed import unpack_bank
 from .undo import Undo
 
 __all__ = ["Enabled", "between_calls", "enabled_on", "forget", "free_orphans", "refuse_foreign", "remember"]
@@ -69,9 +71,14 @@ def between_calls(model: nn.Module) -> Iterator[Enabled]:
 
 
 def free_orphans(model: nn.Module) -> None:
-    """Parts of an enabled model that outlive it have hooks whose scheduler has ended: they are of no use to anybody."""
-    orphans = [module for module in model.modules() if (hook := hook_of(module)) is not None and hook.scheduler.has_ended]
-    for module in orphans:
+    """Parts of an enabled model that outlive it have hooks whose scheduler has ended: they are of no use to anybody. Their
+    weights get back into memory as they are: what was packed is unpacked, and what is in files is read."""
+    orphans = {module: hook for module in model.modules() if (hook := hook_of(module)) is not None and hook.scheduler.has_ended}
+    for module, hook in orphans.items():
+        for parameter in hook.bank.parameters.values():
+            if isinstance(parameter, OnDisk):
+                replace_parameter(parameter, parameter.read())
+        unpack_bank(hook.bank)
         detach(module)
     if orphans:
         unguard(model.modules())

@@ -13,6 +13,7 @@ from ..banks.layout import BankLayout
 from ..device.uploads import uploaded
 from ..memory.packing import PART_NBYTES, PackedRows, pack
 from ..memory.store import Load, copy_value
+from ..memory.swapping import swap
 from ..streams import StreamDevice
 from .packed_weights import PackedWeights
 
@@ -153,10 +154,9 @@ def _become_ordinary(parameter: PackedWeights) -> None:
 
 def _swap(parameter: torch.Tensor, other: torch.Tensor) -> None:
     try:
-        torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+        swap(parameter, other)
     except RuntimeError as error:
         raise RuntimeError(
             "Experts can't be packed or unpacked while something else holds on to their weights: the result of a call that was "
-            "made without torch.no_grad(), a view of them, or a weak reference. Delete it and call this again; if this was "
-            "disable_expert_prefetch(model), enable it before."
+            "made without torch.no_grad(), a view of them, or a weak reference. Delete it and call this again."
         ) from error

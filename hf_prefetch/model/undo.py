@@ -33,16 +33,22 @@ class Undo:
         self._steps.insert(1, functools.partial(step, *arguments))
 
     def run(self) -> None:
-        """Take all steps back, the last one first. The first error or interrupt of any of them is raised at the end."""
+        """Take all steps back, the last one first. The first error or interrupt of any of them is raised at the end.
+
+        Steps that raise an error don't keep others from being taken. They, and the one that was added first, are left for the
+        next time.
+        """
         first: BaseException | None = None
-        while self._steps:
+        failed: list[Callable[[], object]] = []
+        while self._steps and not (failed and len(self._steps) == 1):
             try:
                 self._steps[-1]()
                 self._steps.pop()
             except BaseException as error:  # noqa: BLE001, PERF203 - it is raised below
                 if first is not None or isinstance(error, Exception):
-                    self._steps.pop()
+                    failed.append(self._steps.pop())
                 first = first or error
+        self._steps.extend(reversed(failed))
         try:
             if first is not None:
                 raise first

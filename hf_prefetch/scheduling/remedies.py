@@ -39,7 +39,7 @@ OF_MODELS = Remedies(
     ),
     ended=(
         "another thread has disabled it, or the model that enable_expert_prefetch was called on is gone. Keep that object "
-        "alive while any part of it is used."
+        "alive while any part of it is used, or call disable_expert_prefetch on the part that is left."
     ),
     captured="one of the experts implementations eager, batched_mm and grouped_mm",
     uncaptured="Run this part without capture, or call disable_expert_prefetch(model) first.",
