@@ -355,3 +355,19 @@ def test_an_interrupt_where_a_finalizer_begins_leaves_nothing_behind(monkeypatch
     gc.collect()
     assert next(interrupts, None) is None
     assert (device.allocated_bytes, device.registered_bytes) == (0, 0)
+
+
+def test_a_model_without_its_attribute_can_be_disabled() -> None:
+    """`expert_prefetch` is for users, who may delete it."""
+    model, ids = build("mixtral"), prompt(20)
+    before = Snapshot.of(model)
+    enable_expert_prefetch(model, device="cpu", progress=False)
+    scheduler = model.expert_prefetch
+    del model.expert_prefetch
+    with torch.no_grad():
+        model(ids)
+    enable_expert_prefetch(model, device="cpu", progress=False)
+    assert scheduler.has_ended
+    del model.expert_prefetch
+    disable_expert_prefetch(model)
+    before.assert_restored(model)

@@ -20,13 +20,13 @@ __all__ = ["Enabled", "between_calls", "enabled_on", "forget", "free_orphans", "
 
 Enabled = list[tuple[PrefetchScheduler, Undo]]
 
-# Where an enabled model keeps the way back.
+# Where an enabled model keeps the way back, and whose it is.
 _UNDO = "_expert_prefetch_undo"
 
 
 def remember(model: nn.Module, scheduler: PrefetchScheduler, undo: Undo) -> None:
     """What is enabled on a model, and how to undo it."""
-    model.__dict__.update({"expert_prefetch": scheduler, _UNDO: undo})
+    model.__dict__.update({"expert_prefetch": scheduler, _UNDO: (scheduler, undo)})
 
 
 def forget(model: nn.Module) -> None:
@@ -37,12 +37,7 @@ def forget(model: nn.Module) -> None:
 
 def _enabled(model: nn.Module) -> Enabled:
     """What is enabled on a model or on parts of it, and how to undo it."""
-    found = []
-    for module in model.modules():
-        scheduler, undo = module.__dict__.get("expert_prefetch"), module.__dict__.get(_UNDO)
-        if isinstance(scheduler, PrefetchScheduler) and isinstance(undo, Undo):
-            found.append((scheduler, undo))
-    return found
+    return [module.__dict__[_UNDO] for module in model.modules() if _UNDO in module.__dict__]
 
 
 def enabled_on(model: nn.Module) -> Enabled:
