@@ -182,6 +182,8 @@ GENERATE = ["generate", "demo", "--prompt", "x"]
         pytest.param([*GENERATE, "--prefetch-experts-slots", "1"], 2, "'--prefetch-experts-slots': slots=1", id="one slot"),
         pytest.param([*GENERATE, "--prefetch-experts-slots", "many"], 2, "valid integer", id="slots in words"),
         pytest.param([*GENERATE, "--gpu-memory", "lots"], 2, "'--gpu-memory': gpu_memory='lots' is no size", id="no size"),
+        pytest.param([*GENERATE, "--host-memory", "9" * 400 + "GiB"], 2, "GiB' is no size", id="more than a number can be"),
+        pytest.param([*GENERATE, "--expert-cache", "9" * 400 + "MiB"], 2, "MiB' is no size", id="such a cache"),
         pytest.param([*GENERATE, "--pin-memory", "-1"], 2, "pin_memory can't be negative", id="less than no memory"),
         pytest.param([*GENERATE, "--gpu-memory", "1KiB", *ON_CPU], 1, "Give at least", id="too little memory"),
         pytest.param([*GENERATE, "--n-cpu-moe", "-1"], 2, "'--n-cpu-moe': n_cpu_moe counts layers", id="fewer than no layers"),
