@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, PreTrainedConfig
 
 from hf_prefetch.cli import _streamer, main
-from hf_prefetch.command.pretrained import load_model
+from hf_prefetch.command.pretrained import load_model, most_tokens
 from hf_prefetch.demo import demo_model_path, load_demo_model, load_demo_tokenizer
 from hf_prefetch.memory.packing import unpack
 
@@ -344,6 +345,46 @@ def test_a_folder_without_a_tokenizer_and_prompts_that_are_too_long(tmp_path: Pa
     assert "4,096 tokens at most" in complaint(capsys.readouterr().err)
     assert main(["generate", "", "--prompt", "hi", *ON_CPU]) == 1
     assert "name of the model is empty" in complaint(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("slots", ["0", "3"])
+def test_a_text_that_may_get_longer_than_the_model_takes(
+    slots: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says so before the text begins, and it is written all the same."""
+    command = ["generate", "demo", "--prompt", PROMPT, "--prefetch-experts-slots", slots, *ON_CPU, "--max-new-tokens"]
+    tokens = load_demo_tokenizer()(PROMPT, return_tensors="pt")["input_ids"].shape[1]
+    said: list[list[str]] = []
+
+    def write(*args: Any, **kwargs: Any) -> None:
+        lines = capsys.readouterr().err.splitlines()
+        said.append([line for line in lines if not line.startswith(STAND_IN)])
+
+    # A test can't wait for so many tokens.
+    monkeypatch.setattr("transformers.GenerationMixin.generate", write)
+    assert main([*command, str(4096 - tokens)]) == 0
+    new = 4097 - tokens
+    assert main([*command, str(new)]) == 0
+    comes = f"{tokens} of the prompt and up to {new:,} new ones come to 4,097"
+    line = f"hf_prefetch: demo takes 4,096 tokens at most, and {comes}; what is written beyond may make no sense"
+    assert said == [[], [line]]
+
+
+def test_a_prompt_longer_than_the_model_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str], expected: str) -> None:
+    """The text goes on as it would."""
+    folder = tmp_path / "short"
+    shutil.copytree(demo_model_path(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    assert main(["generate", str(folder), "--prompt", PROMPT, "--max-new-tokens", "20", *ON_CPU]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == expected
+    assert "takes 8 tokens at most" in printed.err
+
+
+def test_not_every_config_says_how_much_a_model_takes() -> None:
+    assert most_tokens(LlamaConfig(max_position_embeddings=2048)) == 2048
+    assert most_tokens(PreTrainedConfig()) is None
 
 
 def test_a_warning_is_one_line() -> None:
