@@ -66,7 +66,7 @@ def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: b
         progress: show a bar over the bytes; None shows it in terminals and notebooks.
 
     Raises:
-        TypeError: it is no transformers model.
+        TypeError: it is no transformers model, or `folder` is no path.
         ValueError: it has no experts that can be packed, or some of its weights are not here, or are in a quantized format; or
             it is not what `from_pretrained` would make of its config; or the name of the folder is empty.
         RuntimeError: called from inside a forward of the model.
@@ -87,6 +87,8 @@ def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: b
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"a transformers model can be saved packed, not a {type(model).__name__}")
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"folder must be a path, got {folder!r} of type {type(folder).__name__}.")
     if not os.fspath(folder):
         raise ValueError("The name of the folder is empty. Give '.' for the current one.")
     found = (module.__dict__.get("expert_prefetch") for module in model.modules())
