@@ -90,6 +90,8 @@ def enable_expert_prefetch(
     Raises:
         TypeError, ValueError, RuntimeError: `model` or an option can't be used, or another thread is at it; the message says
             why, and the model is unchanged.
+        OSError: `offload_folder` can't be written to, or is a file; or experts that accelerate keeps on disk can't be read. The
+            model is unchanged.
 
     Example:
         >>> from hf_prefetch import enable_expert_prefetch

@@ -36,7 +36,7 @@ from .command.cli_options import (
     path_of,
     refusing,
 )  # fmt: skip
-from .command.pretrained import files_of, load_enabled, load_model, load_tokenizer
+from .command.pretrained import files_of, load_enabled, load_model, load_tokenizer, most_tokens
 from .config import DEFAULT_SLOTS
 from .memory.packed_files import is_packed
 from .streams import stream_device
@@ -93,6 +93,7 @@ def generate(
     inputs = tokenizer(text, return_tensors="pt").to(writer.device)
     if not inputs["input_ids"].numel():
         raise ValueError(f"the tokenizer of {model} makes no tokens of the text; does the folder have the tokenizer's files?")
+    _warn_beyond(model, most_tokens(writer.config), inputs["input_ids"].shape[1], max_new_tokens)
     print(text, end="", flush=True)
     with _held_back(), _whole_lines():
         streamer = _streamer(tokenizer, inputs["input_ids"][0].tolist())
@@ -134,7 +135,7 @@ def bench(
         # Off it is measured unpacked, and on as `generate` runs it.
         config = replace(config, pack=True)
     subject = load_model(model, trust_remote_code=trust_remote_code)
-    most = getattr(subject.config.get_text_config(), "max_position_embeddings", None)
+    most = most_tokens(subject.config)
     if most is not None and lengths[-1] + decode_tokens > most:
         raise typer.BadParameter(
             f"{model} takes {most:,} tokens at most, prompt and decode together", param_hint="--prompt-lengths"
@@ -187,6 +188,14 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     if not text:
         raise typer.BadParameter("the text to continue is empty")
     return text
+
+
+def _warn_beyond(name: str, most: int | None, prompt: int, new: int) -> None:
+    """Say so where a text may get longer than a model is made for, and no more than that: some write on well enough."""
+    if most is not None and prompt + new > most:
+        comes = f"{prompt:,} of the prompt and up to {new:,} new ones come to {prompt + new:,}"
+        said = f"hf_prefetch: {name} takes {most:,} tokens at most, and {comes}; what is written beyond may make no sense"
+        _show_warning(said, UserWarning)
 
 
 def _streamer(tokenizer: Any, prompt: list[int]) -> Any:

@@ -162,20 +162,20 @@ def _size_or_share(value: object) -> int | float:
 
 
 def _size_in_bytes(size: object, name: str, least: int = 1) -> int:
-    if (isinstance(size, Integral) and not isinstance(size, bool)) or (
-        isinstance(size, str) and size.strip().removeprefix("-").isdecimal()
-    ):
-        size = int(size)
-    if isinstance(size, bool) or not isinstance(size, int | str):
+    is_text = isinstance(size, str)
+    if isinstance(size, bool) or not (is_text or isinstance(size, Integral)):
         raise TypeError(f'{name} must be bytes or a size such as "20GiB", got {size!r} of type {type(size).__name__}.')
-    if isinstance(size, int) and size < 0:
-        raise ValueError(f"{name} can't be negative, got {size!r}.")
     try:
-        nbytes = int(convert_file_size_to_int(size))
-    except ValueError as error:
+        is_bytes = not is_text or str(size).strip().removeprefix("-").isdecimal()
+        nbytes = int(size) if is_bytes else int(convert_file_size_to_int(size))  # type: ignore[call-overload]
+        # Shares of it are computed, so a number too large for that is no size, however many digits an int may have.
+        float(nbytes)
+    except (ValueError, OverflowError) as error:
         raise ValueError(
             f'{name}={size!r} is no size: give bytes, or a number with KB, MB, GB, KiB, MiB or GiB, such as "20GiB".'
         ) from error
+    if nbytes < 0:
+        raise ValueError(f"{name} can't be negative, got {size!r}.")
     if nbytes < least:
         raise ValueError(f"{name} must be more than nothing, got {size!r}.")
     return nbytes

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, PreTrainedConfig
 
 from hf_prefetch.cli import _streamer, main
-from hf_prefetch.command.pretrained import load_model
+from hf_prefetch.command.pretrained import load_model, most_tokens
 from hf_prefetch.demo import demo_model_path, load_demo_model, load_demo_tokenizer
 from hf_prefetch.memory.packing import unpack
 
@@ -182,6 +183,8 @@ GENERATE = ["generate", "demo", "--prompt", "x"]
         pytest.param([*GENERATE, "--prefetch-experts-slots", "1"], 2, "'--prefetch-experts-slots': slots=1", id="one slot"),
         pytest.param([*GENERATE, "--prefetch-experts-slots", "many"], 2, "valid integer", id="slots in words"),
         pytest.param([*GENERATE, "--gpu-memory", "lots"], 2, "'--gpu-memory': gpu_memory='lots' is no size", id="no size"),
+        pytest.param([*GENERATE, "--host-memory", "9" * 400 + "GiB"], 2, "GiB' is no size", id="more than a number can be"),
+        pytest.param([*GENERATE, "--expert-cache", "9" * 400 + "MiB"], 2, "MiB' is no size", id="such a cache"),
         pytest.param([*GENERATE, "--pin-memory", "-1"], 2, "pin_memory can't be negative", id="less than no memory"),
         pytest.param([*GENERATE, "--gpu-memory", "1KiB", *ON_CPU], 1, "Give at least", id="too little memory"),
         pytest.param([*GENERATE, "--n-cpu-moe", "-1"], 2, "'--n-cpu-moe': n_cpu_moe counts layers", id="fewer than no layers"),
@@ -277,10 +280,10 @@ def test_pack_verify(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pack", "demo", "--verify", *ON_CPU]) == 0
     printed = capsys.readouterr()
     rows = {line.split("  ")[0]: line for line in printed.out.splitlines()}
-    assert set(rows) == {"experts", "layers", "before", "packed", "escapes", "information", "every bit"}
-    tensors = {key: tensor for key, tensor in load_demo_model().state_dict().items() if ".experts." in key}
-    # The file has a tensor for each expert and projection; gate and up are one in the model.
-    assert f" {3 * sum(tensor.shape[0] for tensor in tensors.values()) // 2} " in rows["experts"]
+    assert set(rows) == {"experts", "layers", "before", "packed", "written", "escapes", "information", "every bit"}
+    # The file has a tensor for each expert and projection; in the model those of a layer are two.
+    tensors = [key for key in load_demo_model().state_dict() if ".experts." in key]
+    assert f" {len(tensors)} " in rows["experts"]
     assert " 7 of 7 " in rows["layers"]
     assert " yes " in rows["every bit"]
     assert printed.err == ""
@@ -293,7 +296,7 @@ def test_pack_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[s
     load_demo_model(torch.float16).save_pretrained(folder)
     for arguments, code, words in (
         (["pack", "demo"], 2, "--out"),
-        (["pack", str(folder), "--verify"], 1, "no experts in bfloat16 to pack; its experts are float16"),
+        (["pack", str(folder), "--verify"], 1, "experts are float16, and only bfloat16 is packed"),
     ):
         assert main([*arguments, *ON_CPU]) == code
         assert words in complaint(capsys.readouterr().err)
@@ -342,6 +345,46 @@ def test_a_folder_without_a_tokenizer_and_prompts_that_are_too_long(tmp_path: Pa
     assert "4,096 tokens at most" in complaint(capsys.readouterr().err)
     assert main(["generate", "", "--prompt", "hi", *ON_CPU]) == 1
     assert "name of the model is empty" in complaint(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("slots", ["0", "3"])
+def test_a_text_that_may_get_longer_than_the_model_takes(
+    slots: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says so before the text begins, and it is written all the same."""
+    command = ["generate", "demo", "--prompt", PROMPT, "--prefetch-experts-slots", slots, *ON_CPU, "--max-new-tokens"]
+    tokens = load_demo_tokenizer()(PROMPT, return_tensors="pt")["input_ids"].shape[1]
+    said: list[list[str]] = []
+
+    def write(*args: Any, **kwargs: Any) -> None:
+        lines = capsys.readouterr().err.splitlines()
+        said.append([line for line in lines if not line.startswith(STAND_IN)])
+
+    # A test can't wait for so many tokens.
+    monkeypatch.setattr("transformers.GenerationMixin.generate", write)
+    assert main([*command, str(4096 - tokens)]) == 0
+    new = 4097 - tokens
+    assert main([*command, str(new)]) == 0
+    comes = f"{tokens} of the prompt and up to {new:,} new ones come to 4,097"
+    line = f"hf_prefetch: demo takes 4,096 tokens at most, and {comes}; what is written beyond may make no sense"
+    assert said == [[], [line]]
+
+
+def test_a_prompt_longer_than_the_model_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str], expected: str) -> None:
+    """The text goes on as it would."""
+    folder = tmp_path / "short"
+    shutil.copytree(demo_model_path(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    assert main(["generate", str(folder), "--prompt", PROMPT, "--max-new-tokens", "20", *ON_CPU]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == expected
+    assert "takes 8 tokens at most" in printed.err
+
+
+def test_not_every_config_says_how_much_a_model_takes() -> None:
+    assert most_tokens(LlamaConfig(max_position_embeddings=2048)) == 2048
+    assert most_tokens(PreTrainedConfig()) is None
 
 
 def test_a_warning_is_one_line() -> None:

@@ -494,6 +494,7 @@ def test_models_that_accelerate_has_offloaded(
     ("options", "error", "words"),
     [
         ({"host_memory": "much"}, ValueError, "host_memory='much' is no size"),
+        ({"host_memory": "9" * 400 + "GiB"}, ValueError, "host_memory='9+GiB' is no size"),
         ({"host_memory": True}, TypeError, "host_memory must be bytes"),
         ({"host_memory": -1}, ValueError, "host_memory can't be negative"),
         ({"offload_folder": "somewhere"}, ValueError, "for experts beyond host_memory"),

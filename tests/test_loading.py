@@ -406,6 +406,15 @@ def test_a_device_map_is_refused_with_the_remedy(place: Any, tmp_path: Path) -> 
         load(tmp_path, device_map=place)
 
 
+@pytest.mark.parametrize("name", [None, 3, ["model"]], ids=repr)
+@pytest.mark.parametrize("slots", [0, 3])
+def test_what_is_no_name_of_a_checkpoint_is_refused(slots: int, name: Any) -> None:
+    with pytest.raises(TypeError, match=r"pretrained_model_name_or_path must be .*a folder.*, got") as caught:
+        from_pretrained(name, slots)
+    assert repr(name) in str(caught.value)
+    assert type(name).__name__ in str(caught.value)
+
+
 def test_a_dense_model_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaConfig
 

@@ -80,6 +80,7 @@ def test_without_a_budget_all_of_it_is_locked() -> None:
     [
         (-1, ValueError, "pin_memory can't be negative"),
         ("much", ValueError, "is no size"),
+        ("9" * 400 + "GiB", ValueError, "is no size"),
         (True, TypeError, "pin_memory must be bytes"),
     ],
 )

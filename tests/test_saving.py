@@ -614,6 +614,8 @@ def test_what_can_not_be_saved(tmp_path: Path) -> None:
     """In words."""
     with pytest.raises(TypeError, match="a transformers model can be saved packed, not a Linear"):
         save_packed(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(TypeError, match="folder must be a path, got None of type NoneType"):
+        save_packed(load_demo_model(), None)  # type: ignore[arg-type]
     config = load_demo_model().config
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)

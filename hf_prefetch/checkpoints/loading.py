@@ -65,7 +65,8 @@ def from_pretrained(
     Raises:
         ValueError, TypeError, RuntimeError: an option or the model can't be used; or the checkpoint is broken or does not fit,
             and the message names the file and the key.
-        OSError: there is no such checkpoint, or a file of it is missing or can't be read.
+        OSError: there is no such checkpoint, or a file of it is missing or can't be read; or `offload_folder` can't be written
+            to, or is a file.
 
         Nothing stays page-locked or on the device after an error.
 
@@ -76,6 +77,11 @@ def from_pretrained(
         >>> model.expert_prefetch.report().slots
         3
     """
+    if not isinstance(pretrained_model_name_or_path, str | os.PathLike):
+        raise TypeError(
+            "pretrained_model_name_or_path must be the path of a folder with a checkpoint, or the name of a model on the Hub, "
+            f"got {pretrained_model_name_or_path!r} of type {type(pretrained_model_name_or_path).__name__}."
+        )
     config = PrefetchConfig(
         slots=slots,
         n_cpu_moe=n_cpu_moe,

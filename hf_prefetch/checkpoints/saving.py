@@ -26,8 +26,9 @@ from ..sizes import shown
 from ..streams import StreamDevice, stream_device
 from .loading import deferred_model
 
-__all__ = ["Written", "pack_checkpoint", "save_packed"]
+__all__ = ["NOTHING_SMALLER", "Written", "file_groups", "pack_checkpoint", "refuse_quantized", "save_packed"]
 
+NOTHING_SMALLER = "There is nothing to pack: none of this model's experts would get a tenth smaller by it"
 # What is not an expert goes into files of about this size, in bytes.
 _FILE = 2 * 2**30
 # What belongs to a checkpoint besides weights and what the model itself writes: tokenizers, templates, code, licenses.
@@ -66,7 +67,7 @@ def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: b
         progress: show a bar over the bytes; None shows it in terminals and notebooks.
 
     Raises:
-        TypeError: it is no transformers model.
+        TypeError: it is no transformers model, or `folder` is no path.
         ValueError: it has no experts that can be packed, or some of its weights are not here, or are in a quantized format; or
             it is not what `from_pretrained` would make of its config; or the name of the folder is empty.
         RuntimeError: called from inside a forward of the model.
@@ -87,6 +88,8 @@ def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: b
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"a transformers model can be saved packed, not a {type(model).__name__}")
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"folder must be a path, got {folder!r} of type {type(folder).__name__}.")
     if not os.fspath(folder):
         raise ValueError("The name of the folder is empty. Give '.' for the current one.")
     found = (module.__dict__.get("expert_prefetch") for module in model.modules())
@@ -135,7 +138,7 @@ def _write(
     device: StreamDevice,
     beside: Sequence[Path] = (),
 ) -> Written:
-    groups = _groups(model)
+    groups = file_groups(model)
     made = _class_to_load(model)
     sizes = [sum(tensor.numel() * tensor.element_size() for tensor in group.values()) for group, _ in groups]
     after, count = 0, 0
@@ -158,10 +161,7 @@ def _write(
             count += len(packed)
             bar.update(size)
         if not count:
-            raise ValueError(
-                "There is nothing to pack: none of this model's experts would get a tenth smaller by it. save_pretrained "
-                "writes it as it is."
-            )
+            raise ValueError(f"{NOTHING_SMALLER}. save_pretrained writes it as it is.")
         with files.writing():
             model.config.save_pretrained(files.unfinished)
             if model.can_generate() and model.generation_config is not None:
@@ -222,16 +222,25 @@ def _package(model: nn.Module) -> str:
     return type(model).__module__.partition(".")[0]
 
 
-def _groups(model: nn.Module) -> list[tuple[dict[str, torch.Tensor], bool]]:
-    """What goes into each file, and whether it is a bank whose experts can be packed."""
-    if is_dispatched(model):
-        raise ValueError(
-            "Some of this model's weights are where accelerate has put them. Load it without device_map to save it packed."
-        )
+def refuse_quantized(model: nn.Module) -> None:
+    """Raises ValueError for a model that is quantized, or will be when its weights are loaded."""
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(
             "This model is quantized, so its experts are in another format than bfloat16. save_pretrained writes it."
         )
+
+
+def file_groups(model: nn.Module) -> list[tuple[dict[str, torch.Tensor], bool]]:
+    """What goes into each file, and whether it is a bank whose experts can be packed.
+
+    Raises:
+        ValueError: nothing of it can be packed, or not all of it can be saved.
+    """
+    if is_dispatched(model):
+        raise ValueError(
+            "Some of this model's weights are where accelerate has put them. Load it without device_map to save it packed."
+        )
+    refuse_quantized(model)
     found = find_banks(model).banks
     banks = [bank for bank in found if bank.layout.has_rows]
     reasons = [unsuited(bank) for bank in found]

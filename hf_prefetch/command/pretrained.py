@@ -20,7 +20,7 @@ from ..memory.checkpoint import UnknownDtypeError, read_headers
 from ..memory.packed_files import is_packed
 from ..model.homes import Device
 
-__all__ = ["DEMO", "files_of", "load_enabled", "load_model", "load_tokenizer"]
+__all__ = ["DEMO", "files_of", "load_enabled", "load_model", "load_tokenizer", "most_tokens"]
 
 # The name of the demonstration model.
 DEMO = "demo"
@@ -71,6 +71,12 @@ def files_of(name: str) -> Path:
         return Path(path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
 
     return _load(name, folder)
+
+
+def most_tokens(config: Any) -> int | None:
+    """How many tokens a model takes, prompt and new ones together, as its config has it; None if it doesn't say."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) else None
 
 
 def _load(name: str, load: Callable[[str], Loaded]) -> Loaded:

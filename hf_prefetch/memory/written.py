@@ -69,9 +69,11 @@ def write_bank(
         folder.mkdir(parents=True, exist_ok=True)
         return _write_block(folder, name, block) if made_of is None else _write(file, layout, block, made_of)
     except OSError as error:
+        is_file = folder.exists() and not folder.is_dir()
+        why = "it is a file. Give the path of a folder as offload_folder." if is_file else error.strerror or error
         raise OSError(
             error.errno,
-            f"The {shown(layout.nbytes)} of {name} can't be written to {folder}, the offload_folder: {error.strerror or error}",
+            f"The {shown(layout.nbytes)} of {name} can't be written to {folder}, the offload_folder: {why}",
         ) from error
 
 

@@ -17,7 +17,7 @@ from ..memory.swapping import swap
 from ..streams import StreamDevice
 from .packed_weights import PackedWeights
 
-__all__ = ["PackedWeights", "laid_out", "pack_bank", "packed_rows", "unpack_bank", "unsuited"]
+__all__ = ["PackedWeights", "laid_out", "pack_bank", "packed_rows", "suits", "unpack_bank", "unsuited", "worth_it"]
 
 # Packing has to leave no more than this share of the bytes, or the weights stay as they are.
 _WORTH_IT = 0.9
@@ -25,17 +25,22 @@ _WORTH_IT = 0.9
 _LEAST_ROOM = 8
 
 
-def _suits(weights: torch.Tensor) -> bool:
-    """Whether these can be packed: kernels unpack two weights at a time."""
+def suits(weights: torch.Tensor) -> bool:
+    """Whether the weights of experts, (experts, ...), can be packed: kernels unpack two of them at a time."""
     if not is_plain(weights) or weights.dtype is not torch.bfloat16 or weights.dim() != 3:
         return False
     return weights.is_contiguous() and weights.shape[1:].numel() % 2 == 0
 
 
+def worth_it(packed_nbytes: int, nbytes: int) -> bool:
+    """Whether weights that take so many bytes packed are kept so."""
+    return packed_nbytes <= _WORTH_IT * nbytes
+
+
 def unsuited(bank: ExpertBank) -> str | None:
     """Why nothing of a bank can be packed, whatever its values are: what follows "its experts". None if something can."""
     parameters = list(bank.parameters.values())
-    if bank.has_packed or (bank.layout.has_rows and any(map(_suits, parameters))):
+    if bank.has_packed or (bank.layout.has_rows and any(map(suits, parameters))):
         return None
     if not bank.is_plain:
         return "are quantized, and only bfloat16 is packed"
@@ -57,12 +62,12 @@ def packed_rows(weights: torch.Tensor, device: StreamDevice) -> PackedRows | Non
         weights: (experts, ...).
         device: packs them if it is a GPU, where they stay then. It needs room for them packed.
     """
-    if not _suits(weights):
+    if not suits(weights):
         return None
     rows = weights.view(weights.shape[0], -1)
     packed = _on_gpu(rows, device) if weights.is_cpu and device.device.type == "cuda" else None
     packed = pack(rows) if packed is None else packed
-    return packed if packed.ratio <= _WORTH_IT else None
+    return packed if worth_it(packed.nbytes, rows.nbytes) else None
 
 
 def _on_gpu(rows: torch.Tensor, device: StreamDevice) -> PackedRows | None:
@@ -90,7 +95,7 @@ def pack_bank(bank: ExpertBank, home: StreamDevice, load: Load) -> ExpertBank:
     # What is made under inference_mode could never be written to or trained again.
     with torch.inference_mode(False), torch.no_grad():
         for parameter in bank.parameters.values():
-            if not _suits(parameter):
+            if not suits(parameter):
                 continue
             load(parameter, parameter.data)
             packed = packed_rows(parameter.data, home)
