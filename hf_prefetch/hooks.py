@@ -26,7 +26,7 @@ from .calls.guarded import GuardedRows, Present
 from .calls.remains import kept_views, versions
 from .calls.tracing import opaque, traceable
 from .discovery import implementation_of, is_decorated, reads_only_routed_rows, takes_other_ids
-from .ops import refuse_export, refuse_trace
+from .ops import check_not_transformed, refuse_export, refuse_trace
 from .scheduling.scheduler import PrefetchScheduler
 
 __all__ = ["ExpertPrefetchHook", "all_or_nothing", "announce", "attach", "detach", "flatten", "hook_of", "put_on"]
@@ -80,6 +80,7 @@ class ExpertPrefetchHook(ModelHook):  # type: ignore[misc]
         """Call a bank's module: its own forward, on tensors of the device."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             refuse_trace()
+        check_not_transformed()
         first = next(iter(args or kwargs.values()), None)
         if isinstance(first, torch.Tensor) and first.device != self.device:
             args, kwargs = send_to_device(args, self.device), send_to_device(kwargs, self.device)

@@ -21,7 +21,7 @@ import torch
 
 from .scheduling.scheduler import PrefetchScheduler
 
-__all__ = ["Runner", "refuse_export", "refuse_trace", "register", "schedulers"]
+__all__ = ["Runner", "check_not_transformed", "refuse_export", "refuse_trace", "register", "schedulers"]
 
 
 class Runner(Protocol):
@@ -64,6 +64,16 @@ def refuse_trace() -> NoReturn:
         "torch.jit.trace, and torch.onnx.export by way of it, can't take prefetched experts along: they would note where these "
         "are during this call. Call disable_expert_prefetch(model) first."
     )
+
+
+def check_not_transformed() -> None:
+    """Say why nothing of torch.func, which takes whole functions of tensors apart, gets through prefetched experts."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key() != torch._C._functorch.TransformType.Functionalize:
+        raise RuntimeError(
+            f"torch.func ({transform.key().name.lower()}) can't get through prefetched experts: their weights are on the device"
+            " for the time of a call only. Call disable_expert_prefetch(model) first."
+        )
 
 
 @torch.library.custom_op("hf_prefetch::experts", mutates_args=())

@@ -352,6 +352,22 @@ def test_export(device: torch.device, strict: bool) -> None:
         assert torch.equal(program.module()(*given), expected)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_functions(transform: Callable[..., Any], device: torch.device) -> None:
+    """They are refused with the remedy, and work when disabled."""
+    model = small(device)
+    embedded = torch.randn(2, 1, 3, model.config.hidden_size, device=device)
+
+    def call(embedded: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=embedded, use_cache=False).logits.float().square().sum()  # type: ignore[no-any-return]
+
+    value = embedded if transform is torch.func.vmap else embedded[0]
+    with cached(model, 4, device), pytest.raises(RuntimeError, match=r"torch\.func \(\w+\) can't .*disable_expert_prefetch"):
+        transform(call)(value)
+    if transform is torch.func.grad:
+        assert transform(call)(value).isfinite().all()
+
+
 def test_jit_trace(device: torch.device) -> None:
     """A trace would note where experts are during one call: it is refused with the remedy, and works when disabled."""
     # What a function reads becomes a constant, which must not want gradients.
