@@ -121,13 +121,7 @@ def pack_checkpoint(source: Path, folder: Path, device: StreamDevice, *, progres
         raise ValueError(f"{source} holds a packed checkpoint already")
     beside = [file for pattern in _BESIDES for file in sorted(source.glob(pattern)) if not file.name.endswith(".index.json")]
     with deferred_model(source, False, dtype="auto") as (model, unread):
-
-        def value(parameter: torch.Tensor) -> torch.Tensor:
-            there = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-            unread.load(parameter, there)
-            return there
-
-        return _write(model, folder, value, progress, device, beside)
+        return _write(model, folder, unread.value, progress, device, beside)
 
 
 def _write(

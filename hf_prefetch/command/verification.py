@@ -195,8 +195,7 @@ def _of_model(
             for group in experts:
                 before = compared.packed
                 for key, parameter in group.items():
-                    weights = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                    unread.load(parameter, weights)
+                    weights = unread.value(parameter)
                     compared.add(key, weights.view(weights.shape[0], -1))
                     bar.update(weights.nbytes)
                 layers += compared.packed > before

@@ -193,6 +193,12 @@ class Unread:
             with torch.no_grad():
                 destination.copy_(parameter)
 
+    def value(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A Parameter's value, in memory of its own on the CPU."""
+        there = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        self.load(parameter, there)
+        return there
+
     def recipe(self, parameter: nn.Parameter) -> Recipe | None:
         """How to make a Parameter that was not read yet; None for others."""
         found = self._recipes.get(id(parameter))

@@ -80,10 +80,6 @@ class StoredBank:
         self.source.read(place.start, there)
         return there
 
-    def weights(self, name: str) -> torch.Tensor:
-        """One of the bank's tensors, read into memory of its own."""
-        return _weights(self.read, self.bank.layout, name)
-
     @property
     def version(self) -> tuple[int, ...]:
         """Changes whenever torch writes to one of the bank's Parameters in place."""
@@ -266,7 +262,7 @@ class HostStore:
             if stored.origins[name].type == "meta":
                 value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             elif wants_back:
-                value = stored.weights(name)
+                value = parameter.read()
             else:
                 value = torch.empty(0, dtype=parameter.dtype, device="cpu")
             replace_parameter(parameter, value)
