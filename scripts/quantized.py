@@ -111,6 +111,9 @@ def mxfp4_experts(model: nn.Module, device: torch.device, kernels: Path | None) 
             blocks = torch.randint(0, 256, (*size, 16), dtype=torch.uint8, device=device, generator=generator)
             scales = torch.randint(119, 122, size, dtype=torch.uint8, device=device, generator=generator)
             mxfp4.swizzle_mxfp4_convertops(blocks, scales, experts, name, device, package)
+            # Where there is an accelerator it takes them there, whatever device is asked for.
+            for holder in (getattr(experts, name), getattr(experts, f"{name}_precision_config").weight_scale):
+                holder.storage.data = holder.storage.data.to(device)
     return "gpt-oss-triton-kernels" if kernels is not None else "torch in its place"
 
 

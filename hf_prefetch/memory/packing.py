@@ -34,9 +34,9 @@ BLOCK_BYTES = HEADER + BLOCK // 2 + BLOCK
 _ESCAPE = 15
 # Exponents that have a code, besides 0.
 _WINDOW = 14
-# Weights that are worked on at a time: what that takes on the way is about 20 bytes for each. A GPU wants many, a CPU no more
-# than what its caches hold.
-_AT_ONCE, _AT_ONCE_ON_CPU = 2**22, 2**19
+# Weights that are worked on at a time: what that takes on the way is about 20 bytes for each. A GPU wants many, or it waits for
+# the next launch more than it works; a CPU no more than what its caches hold.
+_AT_ONCE, _AT_ONCE_ON_CPU = 2**24, 2**19
 PART_NBYTES = 2 * _AT_ONCE
 # Brings parts of rows to another device, one after the other.
 Bring = Callable[[Iterator[torch.Tensor]], Iterator[torch.Tensor]]

@@ -73,7 +73,7 @@ def packed_rows(weights: torch.Tensor, device: StreamDevice) -> PackedRows | Non
 def _on_gpu(rows: torch.Tensor, device: StreamDevice) -> PackedRows | None:
     """Packed there, unless there is no room."""
     try:
-        return pack(rows, lambda parts: uploaded(device, parts, PART_NBYTES))
+        return pack(rows, lambda parts: uploaded(device, parts, min(PART_NBYTES, rows.nbytes)))
     except torch.OutOfMemoryError:
         device.trim()
         return None
