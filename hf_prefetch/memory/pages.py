@@ -14,7 +14,6 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -64,34 +63,21 @@ class Pages:
         if node is not None:
             _prefer(self.block.data_ptr(), self.mapped, node)
 
-    def touch(self, and_then: Callable[[], object] | None = None) -> None:
-        """Bring all pages in, on several threads.
-
-        Args:
-            and_then: goes through the pages from the first to the last, faster than they come. It is called on a thread of its
-                own when half of them are there, and has ended at the end.
-        """
-        half = self.mapped // 2 // SEGMENT * SEGMENT
-        self._bring(0, half)
-        with Workers(1) as workers:
-            ended = None if and_then is None else workers.submit(and_then)
-            self._bring(half, self.mapped)
-            if ended is not None:
-                ended()
-
-    def _bring(self, begin: int, end: int) -> None:
+    def touch(self) -> None:
+        """Bring all pages in, on several threads."""
         address, libc = self.block.data_ptr(), _libc()
         threads = min(_MOST_THREADS, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1
-        if libc is not None and end - begin > SEGMENT:
+        if libc is not None and self.mapped > SEGMENT:
 
-            def bring(place: int) -> bool:
-                return int(libc.madvise(address + place, min(SEGMENT, end - place), _MADV_POPULATE_WRITE)) == 0
+            def bring(begin: int) -> bool:
+                nbytes = min(SEGMENT, self.mapped - begin)
+                return int(libc.madvise(address + begin, nbytes, _MADV_POPULATE_WRITE)) == 0
 
             with Workers(threads) as workers:
-                if all(workers.map(bring, range(begin, end, SEGMENT))):
+                if all(workers.map(bring, range(0, self.mapped, SEGMENT))):
                     return
         with torch.inference_mode(False):
-            self.block[begin:end].fill_(0)
+            self.block.fill_(0)
 
 
 def _segments(nbytes: int, segment: int) -> tuple[mmap.mmap, int]:

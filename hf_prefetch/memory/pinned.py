@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable
 
 import torch
 
@@ -57,13 +56,9 @@ class Arena:
                 for spec in layout.specs
             }
 
-    def touch(self, and_then: Callable[[], object] | None = None) -> None:
-        """Bring the pages in, on several threads: registering or filling them one by one takes far longer.
-
-        Args:
-            and_then: see `Pages.touch`; `pin`, for instance.
-        """
-        self._pages.touch(and_then)
+    def touch(self) -> None:
+        """Bring the pages in, on several threads: registering or filling them one by one takes far longer."""
+        self._pages.touch()
 
     def pin(self, device: StreamDevice) -> str | None:
         """Page-lock the block for `device`. Returns None on success, else why the system refused; then it stays pageable."""

@@ -15,6 +15,7 @@ from ..banks.bank import ExpertBank
 from ..banks.forms import can_take_apart, is_plain, parts, replace_parts
 from ..banks.layout import BankLayout
 from ..streams import StreamDevice
+from ..workers import Workers
 from .disk import FileSource, OnDisk, replace_parameter
 from .ledger import Ledger, Purpose
 from .pages import SEGMENT, give_back_freed
@@ -169,10 +170,18 @@ class HostStore:
         # From here on `give_back` can undo whatever an error or an interrupt leaves half done.
         inference = frozenset(name for name, parameter in bank.parameters.items() if parameter.is_inference())
         self._stored[bank.index] = StoredBank(bank, arena, origins, inference)
-        if may_pin:
-            # Pages are locked while the others come: locking is the faster of the two. Downloads are fastest into locked pages.
-            arena.touch(and_then=partial(self._pin, arena, device))
-        self._fill(bank, views, load)
+        if not may_pin:
+            self._fill(bank, views, load)
+            return
+        arena.touch()
+        if any(tensor.device.type != "cpu" for tensor in bank.parts().values()):
+            # A download is fastest into locked pages.
+            self._pin(arena, device)
+        # Pages are locked while they are filled: neither has to wait for the other.
+        with Workers(1) as workers:
+            locked = workers.submit(partial(self._pin, arena, device))
+            self._fill(bank, views, load)
+            locked()
 
     def _fill(self, bank: ExpertBank, views: dict[str, torch.Tensor], load: Load) -> None:
         # Each Parameter's old memory is free before the next one is copied: a bank never exists twice as a whole.
