@@ -33,9 +33,9 @@ def command(source: Path, destination: Path) -> list[str]:
     words = shlex.split(json.loads(source.read_text(encoding="utf-8")).get("command") or "")
     if not words:
         raise ValueError(f"{source} does not say by which command it was written")
-    # Of an option that is given twice the last one counts.
-    words += ["--out", str(destination)]
-    return [sys.executable, str(SCRIPTS / words[0]), *words[1:]]
+    while "--out" in words:
+        del words[(place := words.index("--out")) : place + 2]
+    return [sys.executable, str(SCRIPTS / words[0]), *words[1:], "--out", str(destination)]
 
 
 def place(source: Path, folder: Path) -> Path:

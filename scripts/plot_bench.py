@@ -32,6 +32,7 @@ GREY = "#7a7a7a"
 STYLES: dict[str, dict[str, Any]] = {
     "resident": {"color": GREY, "marker": "s"},
     "prefetch-3": {"color": BLUE, "marker": "o", "linewidth": 2.6, "zorder": 4},
+    "prefetch-3+pack": {"color": GREEN, "marker": "*", "markersize": 10},
     "prefetch-2": {"color": SKY, "marker": "v"},
     "prefetch-4": {"color": GREEN, "marker": "^"},
     "pinned-serial": {"color": ORANGE, "marker": "D"},

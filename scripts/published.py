@@ -43,13 +43,13 @@ def read(path: Path) -> Json:
 
 
 def arm_title(name: str) -> str:
-    """What an arm is called: `prefetch-3@50%` is "prefetch, 3 slots, 50% in host memory"."""
-    match = re.fullmatch(r"prefetch-(\d)(?:@(.+))?", name)
+    """What an arm is called: `prefetch-3+pack@50%` is "prefetch, 3 slots, packed, 50% in host memory"."""
+    match = re.fullmatch(r"prefetch-(\d)(\+pack)?(?:@(.+))?", name)
     if match is None:
         return _TITLES.get(name, name)
-    part = match[2]
+    packed, part = ", packed" if match[2] else "", match[3]
     kept = "" if part is None else f", {part} in host memory" if part.endswith("%") else f", {part} of GPU memory"
-    return f"prefetch, {match[1]} slots{kept}"
+    return f"prefetch, {match[1]} slots{packed}{kept}"
 
 
 def model_line(results: Json) -> str:

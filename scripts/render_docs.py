@@ -25,7 +25,7 @@ from published import IMAGES, MAIN_ARM, image_name, machine_line, model_line, re
 
 Json = dict[str, Any]
 
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/decode.md", "docs/memory.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/decode.md", "docs/memory.md", "docs/packing.md")
 # The file that the README shows, the prompts, and the arms beside what the link allows.
 README_FILE = "qwen3-30b-a3b"
 README_LENGTHS = (200, 2048, 8192, 32768)

@@ -34,6 +34,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs" / "benchmarks.md").write_text(BENCHMARKS)
     (tmp_path / "docs" / "decode.md").write_text("# Decode\n\n<!-- table: decode/tiny -->\n<!-- end -->\n")
     (tmp_path / "docs" / "memory.md").write_text("# Memory\n\n<!-- table: memory/tiny -->\n<!-- end -->\n")
+    (tmp_path / "docs" / "packing.md").write_text("# Packing\n\n<!-- table: packed -->\n<!-- end -->\n")
     return tmp_path
 
 
