@@ -10,7 +10,7 @@ from bench_passes import timed
 
 __all__ = ["PACKED", "packed_figures", "unpacking"]
 
-# What is asked of a packed arm, beside the bounds that it shares with the others. See issue 7.
+# What is asked of a packed arm, beside the bounds that it shares with the others.
 PACKED = {
     "packed, prefill / all weights over the link": 0.80,
     "packed, prefill / raw where it computes longer": 1.0,

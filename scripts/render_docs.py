@@ -4,7 +4,8 @@
     python scripts/render_docs.py --check    # exit with 1 if anything would
 
 A region begins with a line `<!-- table: NAME -->` and ends with a line `<!-- end -->`. NAME is `readme` for the short table of
-the README, or the name of a file in docs/benchmarks/ without its suffix, those in its folders as decode/NAME and memory/NAME.
+the README, or the name of a file in docs/benchmarks/ without its suffix, those in its folders as decode/NAME, memory/NAME
+and codecs/NAME.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_codecs_report
 import bench_decode_report
 import bench_memory_report
 from bench_table import equality_word
@@ -75,6 +77,8 @@ def render(text: str, root: Path, folder: Path) -> str:
             body = decode_table(results, source.stem, root, folder)
         elif name.startswith("memory/"):
             body = memory_table(json.loads(source.read_text(encoding="utf-8")))
+        elif name.startswith("codecs/"):
+            body = codecs_table(json.loads(source.read_text(encoding="utf-8")))
         elif name == "readme":
             body = readme_table(read(source), image_links(root, folder, source.stem, ("prefill",)))
         else:
@@ -234,6 +238,22 @@ def memory_table(results: Json) -> str:
     if results["skipped"]:
         lines += ["", f"Left out for lack of time: {', '.join(results['skipped'])}."]
     return "\n".join(lines)
+
+
+# -- codes --------------------------------------------------------------------------------------------------------------
+
+
+def codecs_table(results: Json) -> str:
+    """A file of scripts/bench_codecs.py: every code."""
+    return "\n".join(
+        [
+            f"- {results['weights']:,} weights; {results['machine']['name']}, {results['link_gb_per_s']:.1f} GB/s from "
+            "page-locked memory",
+            f"- {results['date']}, by `{command(results)}`",
+            "",
+            *grid(*bench_codecs_report.code_rows(results)),
+        ]
+    )
 
 
 # -- one row, one check -------------------------------------------------------------------------------------------------
