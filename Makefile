@@ -14,7 +14,9 @@ VLLM := build/vllm
 demo: $(STAMP)
 	$(RUN) scripts/demo.py
 
+# The first line: parity with all experts packed; `make test-packed` runs more suites so.
 test: $(STAMP) lint
+	HF_HUB_OFFLINE=1 HF_PREFETCH_TEST_PACKED=1 $(RUN) -m pytest $(if $(VENV),-n 2) tests/test_parity.py
 	HF_HUB_OFFLINE=1 $(RUN) -m pytest $(if $(VENV),-n 2 --dist loadfile) $(PYTEST)
 
 # Every architecture and number format, with the oldest transformers that is supported.
