@@ -82,11 +82,13 @@ def equality(subject: Subject, reference: Pass, observed: Pass) -> dict[str, Any
     """Compare two passes call by call. Where inputs differ already (attention may), the module is run on the others."""
     same_calls = [call.name for call in reference.calls] == [call.name for call in observed.calls]
     inputs, outputs, replayed, first = 0, 0, 0, None if same_calls else "the calls"
+    other: dict[str, Any] | None = None
     for there, here in zip(reference.calls, observed.calls, strict=False):
         expected = there.to(subject.device)
         same_inputs = len(expected.inputs) == len(here.inputs) and all(map(torch.equal, expected.inputs, here.inputs))
         output = here.output
         if not same_inputs:
+            other = other or _difference(expected, here)
             output = _run(subject, expected)
             replayed += 1
         same_output = torch.equal(expected.output, output)
@@ -100,8 +102,21 @@ def equality(subject: Subject, reference: Pass, observed: Pass) -> dict[str, Any
         "replayed": replayed,
         "experts_equal": first is None,
         "first_difference": first,
+        "first_other_inputs": other,
         "logits_equal": torch.equal(reference.logits.to(subject.device), observed.logits),
     }
+
+
+def _difference(expected: Call, observed: Call) -> dict[str, Any]:
+    """Which of a call's inputs are others, and how far off: last bits, or something else altogether."""
+    pairs = zip(expected.inputs, observed.inputs, strict=False)
+    apart = {place: (there, here) for place, (there, here) in enumerate(pairs) if not torch.equal(there, here)}
+    most = {
+        str(place): float((there.double() - here.double()).abs().max() / there.double().abs().max().clamp(min=1e-30))
+        for place, (there, here) in apart.items()
+        if there.shape == here.shape
+    }
+    return {"name": expected.name, "inputs": sorted(apart), "relative": most}
 
 
 def _run(subject: Subject, call: Call) -> torch.Tensor:

@@ -91,7 +91,11 @@ def equality_word(equality: Json | None) -> str:
         return f"failed: {equality['error']}"[:40]
     if not equality["experts_equal"]:
         return f"NO: {equality['first_difference']}"
-    return "yes" if equality["logits_equal"] and equality["inputs_equal"] == equality["calls"] else "experts"
+    if equality["logits_equal"] and equality["inputs_equal"] == equality["calls"]:
+        return "yes"
+    other = equality.get("first_other_inputs")
+    apart = f" (from {other['name']}, {max(other['relative'].values(), default=0):.0e})" if other else ""
+    return f"experts{apart}"
 
 
 def _by_name(checks: list[Json]) -> list[tuple[str, list[Json]]]:

@@ -186,6 +186,10 @@ def test_wrong_bytes_are_found(scripts: Callable[[str], ModuleType], monkeypatch
         "the modules after it are compared on the inputs that they should have had"
     )
     assert wrong["replayed"] == 2
+    other = wrong["first_other_inputs"]
+    assert other["name"] == "model.layers.2.mlp.experts"
+    assert 0 in other["inputs"]
+    assert 0 < other["relative"]["0"] < 1
     assert [results["arms"][name]["weights_unchanged"] for name in results["arms"]] == [True, True, False]
     failed = {(check["name"], check["arm"]) for check in results["checks"] if check["pass"] is False}
     assert ("every experts module equal", "wrong") in failed
