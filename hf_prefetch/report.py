@@ -19,6 +19,8 @@ _UNREAD_MARKS = 512
 
 # Less than this share of the weights' bytes are held where they are packed; a bank is aligned, and so takes a little more.
 _PACKED = 0.98
+# Steps of decoding from which on it matters who makes them.
+_MANY_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Report:
         unpacked_banks: those of which nothing is packed, though that was asked for.
         staging_bytes: host memory held for the chunks through which banks go that are not page-locked.
         staged_bytes: bytes that came through them, which took `staged_seconds` to get there, whatever else happened meanwhile.
+        faster_steps: what takes Python out of decoding; None if nothing does.
     """
 
     slots: int
@@ -88,6 +91,7 @@ class Report:
     staging_bytes: int
     staged_bytes: int
     staged_seconds: float
+    faster_steps: str | None
 
     @property
     def is_packed(self) -> bool:
@@ -138,6 +142,7 @@ class Report:
             ("routed calls", f"{self.routed_calls:,}", "of few tokens (decode), which sent the experts that they use"),
             ("cached calls", f"{self.cached_calls:,}", cached),
             ("single experts", f"{self.routed_rows:,}", f"sent for routed and cached calls{rate}"),
+            *self._step_rows(),
             ("plain calls", f"{plain:,}", "whose whole bank was sent when it was needed"),
             ("sent to device", shown(self.bytes_to_device), copies),
             ("stall", f"{self.stall_seconds:.3f} s", "in which the device stood waiting for experts"),
@@ -153,6 +158,13 @@ class Report:
             what = f"of chunks, by which {shown(self.staged_bytes)} went to the device{rate}"
             rows.append(("staging", shown(self.staging_bytes), what))
         return rows
+
+    def _step_rows(self) -> list[tuple[str, str, str]]:
+        # Graphs that are replayed make no calls.
+        steps = (self.routed_calls + self.cached_calls) // max(self.banks, 1)
+        if self.faster_steps is None or steps < _MANY_STEPS:
+            return []
+        return [("python steps", f"{steps:,}", f"such calls of all banks: {self.faster_steps}")]
 
     def __str__(self) -> str:
         rows = self.rows()

@@ -722,6 +722,22 @@ def test_banks_that_are_never_called_are_told(model: PreTrainedModel) -> None:
     disable_expert_prefetch(model)
 
 
+def test_decoding_by_python_is_told_where_something_is_faster(model: PreTrainedModel) -> None:
+    """From so many steps on that it matters, and only where graphs can be captured."""
+    model.set_experts_implementation("batched_mm")
+    for device, told in ((FakeDevice(), True), (FakeDevice(refuse_pinning=True), False)):
+        enabled_on(model, device)
+        for _ in range(31):
+            logits(model, prompt(1))
+        assert "python steps" not in str(model.expert_prefetch.report())
+        logits(model, prompt(1))
+        said = str(model.expert_prefetch.report())
+        assert ("python steps" in said) == ('cache_implementation="static"' in said) == told
+        scheduler = model.expert_prefetch
+        disable_expert_prefetch(model)
+        assert "python steps" not in str(scheduler.report())
+
+
 def test_a_report_outlives_its_model(model: PreTrainedModel) -> None:
     enabled_on(model, FakeDevice())
     scheduler = model.expert_prefetch

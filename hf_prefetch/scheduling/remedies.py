@@ -19,6 +19,7 @@ class Remedies:
         captured: which calls a graph can be captured over, after "and".
         uncaptured: what to do about others.
         kernel: what to do about a forward that keeps or changes its weights.
+        steps: what takes Python out of decoding, where graphs can be captured.
     """
 
     again: str
@@ -28,6 +29,7 @@ class Remedies:
     captured: str
     uncaptured: str
     kernel: str
+    steps: str
 
 
 OF_MODELS = Remedies(
@@ -47,4 +49,5 @@ OF_MODELS = Remedies(
         "load the model anew (or call disable_expert_prefetch(model) and reset what the forward keeps among its attributes: it "
         "is of no use) and choose another implementation (set_experts_implementation), or leave prefetching off."
     ),
+    steps='generate(cache_implementation="static") compiles a step, and takes Python out of it',
 )

@@ -231,7 +231,7 @@ class PrefetchScheduler(NeverCopied):
     def report(self) -> Report:
         """What happened since the model was enabled, or since `reset`."""
         with self.lock:
-            return make_report(self.config, self.store, self.counters, self.banks, self._lanes, resident=self.resident)
+            return make_report(self.config, self.store, self.counters, self._lane_of, self.remedies, resident=self.resident)
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:

@@ -33,6 +33,7 @@ REMEDIES = Remedies(
     captured="a kernel that is given expert ids",
     uncaptured="Pass enforce_eager=True.",
     kernel='take another kernel (moe_backend="triton") or leave hf_prefetch out of additional_config, in a new engine.',
+    steps="without enforce_eager they are captured as graphs",
 )
 
 
