@@ -20,9 +20,9 @@ from .memory.store import HostStore, Load, copy_value
 from .model.enabled import Enabled, between_calls, enabled_on, forget, free_orphans, refuse_foreign, remember
 from .model.ending import end_with
 from .model.gate import behind_gate, busy
-from .model.guards import guard, unguard
+from .model.guards import guard
 from .model.homes import Device, Homes, choose_homes
-from .model.kept import IN_MEMORY, Files, Kept
+from .model.kept import IN_MEMORY, Files, Kept, check_offloading
 from .model.measuring import chooses_packing
 from .model.packed import laid_out, pack_bank, unpack_bank
 from .model.placement import DeviceMap, Placement, TakenHooks
@@ -91,7 +91,7 @@ def enable_expert_prefetch(
         TypeError, ValueError, RuntimeError: `model` or an option can't be used, or another thread is at it; the message says
             why, and the model is unchanged.
         OSError: `offload_folder` can't be written to, or is a file; or experts that accelerate keeps on disk can't be read. The
-            model is unchanged.
+            model is unchanged, but for one that was enabled and is disabled, if that comes up when work has begun.
 
     Example:
         >>> from hf_prefetch import enable_expert_prefetch
@@ -137,6 +137,7 @@ def enable(
             raise ValueError(f"{reason} The model is unchanged.")
         homes = choose_homes(model, found.banks, device, config)
         refuse_foreign(model, (*homes.host, *homes.resident))
+        check_offloading(tuple(homes.host), config, files)
     modules = {module for bank in (*homes.host, *homes.resident) for module in bank.modules}
     undo = Undo()
 
@@ -198,7 +199,8 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     which must not keep its model alive.
     """
     undo.modules = tuple(module for bank in (*homes.host, *homes.resident) for module in bank.modules)
-    undo.add(forget, model)  # the last step: until then disabling can be called again
+    # The last step: until then disabling can be called again, and nobody may move what is left.
+    undo.add(forget, model, weakref.WeakSet(model.modules()))
     if config.pack == "auto":
         pays = chooses_packing({*homes.host.values()}, pins=config.pin_budget != 0)
         _log.info("hf_prefetch: packing experts %s here", "pays" if pays else "does not pay")
@@ -259,7 +261,6 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
     handles: list[RemovableHandle] = []
     undo.add(_remove, handles)
     announce(scheduler, min((*banks, *homes.resident), key=lambda bank: bank.index), handles)
-    undo.add(unguard, weakref.WeakSet(model.modules()))
     guard(model, scheduler, {bank: home.device for bank, home in homes.host.items()})
     scheduler.finalizer = end_with(model, scheduler)
     undo.add(_detach, scheduler)

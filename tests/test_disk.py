@@ -297,7 +297,7 @@ def test_gradients_and_writing(tmp_path: Path) -> None:
     assert torch.equal(model(ids).logits, expected(ids).logits)
     with pytest.raises(RuntimeError, match="which are prefetched"):
         model(ids).logits.sum().backward()
-    with pytest.raises(RuntimeError, match="stay in their files"):
+    with pytest.raises(RuntimeError, match="stay in files"):
         model.load_state_dict(expected.state_dict())
     parameter = next(parameter for parameter in model.parameters() if isinstance(parameter, OnDisk))
     with pytest.raises(RuntimeError, match="stay in their files"), torch.no_grad():

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .layout import is_dense
+from .swapping import swap
 
 __all__ = ["can_open", "can_take_apart", "is_plain", "made_of", "opened", "parts", "parts_of", "replace_parts", "unfit"]
 
@@ -83,7 +84,7 @@ def replace_parts(name: str, parameter: nn.Parameter, tensors: Mapping[str, torc
     """Have a Parameter made of these tensors from now on. It stays the same object.
 
     Raises:
-        RuntimeError: it is a wrapper, and somebody holds a weak reference to it.
+        RuntimeError: it is a wrapper, and something else holds on to it.
     """
     if is_plain(parameter):
         parameter.data = tensors[name]
@@ -91,7 +92,7 @@ def replace_parts(name: str, parameter: nn.Parameter, tensors: Mapping[str, torc
         other = made_of(name, parameter, tensors).requires_grad_(parameter.requires_grad)
         # With the attributes that others have given it.
         other.__dict__.update(parameter.__dict__ | other.__dict__)
-        torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+        swap(parameter, other)
 
 
 def can_take_apart(parameter: torch.Tensor) -> bool:

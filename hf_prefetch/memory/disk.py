@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..banks.layout import BankLayout, TensorSpec
+from ..banks.swapping import swap
 from .checkpoint import FileState, StoredTensor, is_unchanged, state_of
 from .deferred import LOOKS, Packed, Recipe, pieces
 from .read_only import REFUSAL, run_reading
-from .swapping import swap
 
 __all__ = ["Checksum", "Extent", "FileSource", "OnDisk", "extents_of", "replace_parameter"]
 
@@ -279,9 +279,14 @@ _TOLD: dict[Any, Callable[[Any], Any]] = {
 
 
 def replace_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Make a Parameter of another kind of tensor. It stays the same object, with its gradient, its hooks and attributes."""
+    """Make a Parameter of another kind of tensor. It stays the same object, with its gradient, its hooks and attributes.
+
+    Raises:
+        RuntimeError: something else holds on to it. It is as before, and this can be tried again.
+    """
     with torch._C.DisableTorchFunctionSubclass():
-        own: dict[str, Any] = {}
+        # Asked for now: when they are swapped, the value is what the Parameter was.
+        into_files, own = isinstance(value, OnDisk), dict[str, Any]()
         attributes = dict(parameter.__dict__)
         if isinstance(value, OnDisk):
             other: torch.Tensor = value.requires_grad_(parameter.requires_grad)
@@ -295,10 +300,24 @@ def replace_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
             if other is None or other.is_meta != value.is_meta:
                 other = nn.Parameter(value, requires_grad=parameter.requires_grad)
             else:
+                own = {"_aside": other}
                 other.data = value
                 other.requires_grad_(parameter.requires_grad)
-        swap(parameter, other)
+        try:
+            swap(parameter, other)
+        except BaseException:
+            if "_aside" in own and not into_files:
+                _empty(other)
+                parameter.__dict__.update(own)
+            raise
         parameter.__dict__.clear()
-        parameter.__dict__.update(attributes | own)
-        if "_aside" in own:
-            other.data = torch.empty((), dtype=other.dtype, device="meta" if other.is_meta else "cpu").expand(other.shape)
+        if into_files:
+            attributes |= own
+        parameter.__dict__.update(attributes)
+        if "_aside" in attributes:
+            _empty(other)
+
+
+def _empty(aside: torch.Tensor) -> None:
+    """Leave a Parameter its shape, and no memory."""
+    aside.data = torch.empty((), dtype=aside.dtype, device="meta" if aside.is_meta else "cpu").expand(aside.shape)

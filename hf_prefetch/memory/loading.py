@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..banks.forms import is_plain
+from ..banks.swapping import swap
 from ..progress import byte_progress
 from ..workers import Workers
 from .checkpoint import StoredTensor, is_unchanged
@@ -228,7 +229,7 @@ class Unread:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device="cpu")
             else:
                 empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="cpu"))
-                torch.utils.swap_tensors(parameter, empty)  # type: ignore[no-untyped-call]
+                swap(parameter, empty)
         self._recipes.clear()
 
 

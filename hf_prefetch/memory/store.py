@@ -243,13 +243,10 @@ class HostStore:
         stored = self._stored.get(bank.index)
         if stored is None:
             return
-        try:
-            if stored.is_on_disk:
-                self._take_from_files(stored)
-            _send_back(stored)
-        except Exception:
-            self._let_go(stored)
-            raise
+        # Whatever an error leaves undone is done at the next call.
+        if stored.is_on_disk:
+            self._take_from_files(stored)
+        _send_back(stored)
         self._let_go(stored)
         if stored.source is not None:
             stored.source.close()

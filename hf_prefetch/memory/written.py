@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import secrets
+import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from .checkpoint import StoredTensor, header_of, read_headers, read_metadata
 from .deferred import Recipe, Stored, stored_in
 from .disk import Checksum, Extent, FileSource, extents_of
 
-__all__ = ["write_bank"]
+__all__ = ["check_folder", "write_bank"]
 
 try:
     import fcntl
@@ -69,12 +70,26 @@ def write_bank(
         folder.mkdir(parents=True, exist_ok=True)
         return _write_block(folder, name, block) if made_of is None else _write(file, layout, block, made_of)
     except OSError as error:
-        is_file = folder.exists() and not folder.is_dir()
-        why = "it is a file. Give the path of a folder as offload_folder." if is_file else error.strerror or error
-        raise OSError(
-            error.errno,
-            f"The {shown(layout.nbytes)} of {name} can't be written to {folder}, the offload_folder: {why}",
-        ) from error
+        raise _unwritten(folder, name, layout.nbytes, error) from error
+
+
+def check_folder(folder: Path, name: str, nbytes: int) -> None:
+    """See whether anything can be written to a folder, for the `nbytes` bytes of a bank, say. It is made if it is not there.
+
+    Raises:
+        OSError: nothing can.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _unwritten(folder, name, nbytes, error) from error
+
+
+def _unwritten(folder: Path, name: str, nbytes: int, error: OSError) -> OSError:
+    is_file = folder.exists() and not folder.is_dir()
+    why = "it is a file. Give the path of a folder as offload_folder." if is_file else error.strerror or error
+    return OSError(error.errno, f"The {shown(nbytes)} of {name} can't be written to {folder}, the offload_folder: {why}")
 
 
 def _found(file: Path, layout: BankLayout, made_of: str) -> FileSource | None:

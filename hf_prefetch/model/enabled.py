@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from torch import nn
@@ -29,8 +29,9 @@ def remember(model: nn.Module, scheduler: PrefetchScheduler, undo: Undo) -> None
     model.__dict__.update({"expert_prefetch": scheduler, _UNDO: (scheduler, undo)})
 
 
-def forget(model: nn.Module) -> None:
-    """The model is not enabled any more. Idempotent."""
+def forget(model: nn.Module, guarded: Iterable[nn.Module]) -> None:
+    """The model is not enabled any more, and nothing guards it and what were its modules. Idempotent."""
+    unguard(guarded)
     for name in ("expert_prefetch", _UNDO):
         model.__dict__.pop(name, None)
 

@@ -71,13 +71,23 @@ def _check_first(module: nn.Module, devices: dict[ExpertBank, torch.device]) -> 
 
 
 def _settle_first(module: nn.Module, scheduler: PrefetchScheduler) -> Callable[..., None]:
-    """A `_load_from_state_dict` that does not write over what a copy is still reading."""
+    """A `_load_from_state_dict` that does not write over what a copy is still reading, and nothing if it can't write all."""
     inside = weakref.ref(module)
 
-    def load(*args: Any, **kwargs: Any) -> None:
+    def load(state: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         scheduler.settle()
         guarded = _alive(inside)
-        type(guarded)._load_from_state_dict(guarded, *args, **kwargs)
+        # The outermost module is asked first, before anything is written.
+        in_files = scheduler.store.in_files and [
+            name for name, value in guarded.named_parameters() if isinstance(value, OnDisk) and prefix + name in state
+        ]
+        if in_files:
+            raise RuntimeError(
+                f"{in_files[0]} and {len(in_files) - 1} more weights of experts stay in files, and can't be written to: nothing "
+                "was loaded. Call disable_expert_prefetch(model) first, which reads them into memory, and enable it again "
+                "afterwards."
+            )
+        type(guarded)._load_from_state_dict(guarded, state, prefix, *args, **kwargs)
 
     return load
 

@@ -15,10 +15,10 @@ from ..config import PrefetchConfig
 from ..memory.deferred import Recipe
 from ..memory.disk import FileSource, OnDisk, extents_of
 from ..memory.store import Load
-from ..memory.written import write_bank
+from ..memory.written import check_folder, write_bank
 from ..scheduling.residency import choose_file_banks
 
-__all__ = ["IN_MEMORY", "Files", "Kept"]
+__all__ = ["IN_MEMORY", "Files", "Kept", "check_offloading"]
 
 
 class Files(Protocol):
@@ -50,6 +50,35 @@ class _InMemory:
 IN_MEMORY = _InMemory()
 
 
+def check_offloading(banks: Sequence[ExpertBank], config: PrefetchConfig, files: Files) -> None:
+    """Refuse, before anything is touched, a budget for host memory that could only be kept with a folder to write to.
+
+    Raises:
+        ValueError: there is none.
+        OSError: nothing can be written there.
+    """
+    for bank in _beyond(banks, config):
+        if extents_of(bank.layout, {name: files.recipe(parameter) for name, parameter in bank.parameters.items()}) is None:
+            if config.offload_folder is None:
+                raise _no_folder(bank)
+            check_folder(Path(config.offload_folder), bank.name, bank.nbytes)
+            return
+
+
+def _beyond(banks: Sequence[ExpertBank], config: PrefetchConfig) -> list[ExpertBank]:
+    budget = config.host_budget
+    return [] if budget is None else [banks[index] for index in choose_file_banks([bank.nbytes for bank in banks], budget)]
+
+
+def _no_folder(bank: ExpertBank) -> ValueError:
+    return ValueError(
+        f"The experts of {bank.name} go beyond host_memory, and can't be read from a checkpoint as they are there (they are in "
+        "memory already, or stored in another form or type, or with checksums; those of a model that is enabled anew are read "
+        'into memory for it). Give offload_folder="...": a folder on a fast disk, to which they are written once; or load the '
+        "model again, with hf_prefetch.from_pretrained(..., host_memory=...)."
+    )
+
+
 class Kept:
     """The banks beyond the budget for host memory.
 
@@ -64,9 +93,7 @@ class Kept:
         self._folder = None if config.offload_folder is None else Path(config.offload_folder)
         self._load = load
         self._files = files
-        budget = config.host_budget
-        chosen = [] if budget is None else choose_file_banks([bank.nbytes for bank in banks], budget)
-        self._banks = {banks[index]: None for index in chosen}
+        self._banks = dict.fromkeys(_beyond(banks, config))
         self.wants_back = files.wants_back
         for bank in self._banks:
             if bank.has_packed:
@@ -93,11 +120,7 @@ class Kept:
         recipes = {name: self._files.recipe(parameter) for name, parameter in bank.parameters.items()}
         extents = extents_of(bank.layout, recipes)
         if extents is None and self._folder is None:
-            raise ValueError(
-                f"The experts of {bank.name} go beyond host_memory, and can't be read from a checkpoint as they are there "
-                "(they are in memory already, or stored in another form or type, or with checksums). Give "
-                'offload_folder="...": a folder on a fast disk, to which they are written once.'
-            )
+            raise _no_folder(bank)
         if extents is not None:
             source = FileSource(extents)
         else:

@@ -10,10 +10,10 @@ from torch import nn
 from ..banks.bank import ExpertBank
 from ..banks.forms import is_plain, parts_of
 from ..banks.layout import BankLayout
+from ..banks.swapping import swap
 from ..device.uploads import uploaded
 from ..memory.packing import PART_NBYTES, PackedRows, pack
 from ..memory.store import Load, copy_value
-from ..memory.swapping import swap
 from ..streams import StreamDevice
 from .packed_weights import PackedWeights
 
@@ -133,7 +133,7 @@ def unpack_bank(bank: ExpertBank, load: Load = copy_value) -> ExpertBank:
 def _become_packed(parameter: nn.Parameter, packed: PackedRows) -> None:
     wrapper = PackedWeights(packed.blocks, packed.escapes, parameter.shape)
     other, attributes = nn.Parameter(wrapper, requires_grad=parameter.requires_grad), dict(parameter.__dict__)
-    _swap(parameter, other)
+    swap(parameter, other)
     assert isinstance(parameter, PackedWeights), "it was swapped"
     parameter.__dict__.update({name: value for name, value in attributes.items() if name not in PackedWeights.OWN})
     # What is made under inference_mode can't have memory of the other kind, nor a gradient.
@@ -147,7 +147,7 @@ def _become_ordinary(parameter: PackedWeights) -> None:
     now = {name: value for name, value in parameter.__dict__.items() if name not in PackedWeights.OWN}
     ordinary.data = parameter.unpacked()
     try:
-        _swap(parameter, ordinary)
+        swap(parameter, ordinary)
     except BaseException:
         parameter.put_aside(ordinary)
         raise
@@ -155,13 +155,3 @@ def _become_ordinary(parameter: PackedWeights) -> None:
     parameter.__dict__.update(kept | now)
     if parameter.grad is not None:
         parameter.grad = parameter.grad.to(parameter.device)
-
-
-def _swap(parameter: torch.Tensor, other: torch.Tensor) -> None:
-    try:
-        swap(parameter, other)
-    except RuntimeError as error:
-        raise RuntimeError(
-            "Experts can't be packed or unpacked while something else holds on to their weights: the result of a call that was "
-            "made without torch.no_grad(), a view of them, or a weak reference. Delete it and call this again."
-        ) from error

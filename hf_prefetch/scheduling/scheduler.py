@@ -87,6 +87,7 @@ class PrefetchScheduler(NeverCopied):
         Returns:
             Whether they are in a slot now, or on their way.
         """
+        self.check_not_ended()
         lane = self._lane_of[bank]
         return lane.has_slots() and lane.send(bank, ahead=True)
 
@@ -267,6 +268,7 @@ class PrefetchScheduler(NeverCopied):
     def reserve(self) -> None:
         """Allocate slots and caches now, as far as there is room, and not at their first use: others may take what is left."""
         with self.lock:
+            self.check_not_ended()
             for bank, lane in self._lane_of.items():
                 lane.has_slots()
                 if bank.layout.has_rows:
