@@ -137,7 +137,9 @@ def enable(
             raise ValueError(f"{reason} The model is unchanged.")
         homes = choose_homes(model, found.banks, device, config)
         refuse_foreign(model, (*homes.host, *homes.resident))
-        check_offloading(tuple(homes.host), config, files)
+        if enabled:
+            # Otherwise all that was done is undone when it fails.
+            check_offloading(tuple(homes.host), config, files)
     modules = {module for bank in (*homes.host, *homes.resident) for module in bank.modules}
     undo = Undo()
 

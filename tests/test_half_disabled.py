@@ -100,6 +100,10 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="has become shorter"):
             disable_expert_prefetch(model)
         assert hasattr(model, "expert_prefetch")
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_can_not_be_asked_for_leaves_it_enabled(tmp_path: Path) -> None:

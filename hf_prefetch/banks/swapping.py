@@ -31,8 +31,8 @@ def swap(one: torch.Tensor, other: torch.Tensor) -> None:
         except RuntimeError as error:
             raise RuntimeError(
                 "Experts can't be packed, unpacked, or moved into files and back while something else holds on to their "
-                "weights: the result of a call that was made without torch.no_grad(), or a view of them. Delete it (gc.collect() "
-                "finds what an error has kept) and call this again."
+                "weights: the result of a call that was made without torch.no_grad(), or a view of them. Delete it "
+                "(gc.collect() finds what an error has kept) and call this again."
             ) from error
         for name, mine, theirs in lists:
             if mine is not None or theirs is not None:

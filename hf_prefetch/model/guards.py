@@ -83,9 +83,9 @@ def _settle_first(module: nn.Module, scheduler: PrefetchScheduler) -> Callable[.
         ]
         if in_files:
             raise RuntimeError(
-                f"{in_files[0]} and {len(in_files) - 1} more weights of experts stay in files, and can't be written to: nothing "
-                "was loaded. Call disable_expert_prefetch(model) first, which reads them into memory, and enable it again "
-                "afterwards."
+                f"{in_files[0]} and {len(in_files) - 1} more weights of experts stay in files, and can't be written to: "
+                "nothing was loaded. Call disable_expert_prefetch(model) first, which reads them into memory, and enable it "
+                "again afterwards."
             )
         type(guarded)._load_from_state_dict(guarded, state, prefix, *args, **kwargs)
 
