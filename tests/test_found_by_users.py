@@ -104,6 +104,24 @@ def test_numbers_of_other_libraries_and_sizes_as_digits() -> None:
         enable_expert_prefetch(model, slots=3.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("20GB", 20 * 10**9), ("20GiB", 20 * 2**30), ("1.5 MB", 1_500_000), ("3KiB", 3072), ("1TB", 10**12), ("2TiB", 2 * 2**40)],
+)
+def test_sizes_are_bytes_in_letters_of_either_case(text: str, nbytes: int) -> None:
+    """A small b is no bit."""
+    for written in (text, text.lower(), text.upper(), text.swapcase(), text.replace("B", "b"), f" {text} "):
+        config = PrefetchConfig(gpu_memory=written, host_memory=written, pin_memory=written)
+        assert (config.gpu_memory, config.host_memory, config.pin_memory) == (nbytes, nbytes, nbytes)
+        assert PrefetchConfig(expert_cache=written).expert_cache == nbytes
+
+
+@pytest.mark.parametrize("text", ["20G", "20Gbit", "GiB", "nan GB", "1.5", ""])
+def test_what_is_no_size_is_told_what_would_be_one(text: str) -> None:
+    with pytest.raises(ValueError, match=r'is no size: give bytes, or a number with .*GB.*GiB.*, such as "20GiB"\.$'):
+        PrefetchConfig(gpu_memory=text)
+
+
 @pytest.mark.parametrize("name", ["gpu", "auto", "", 1.5])
 def test_what_is_no_device_is_named(name: object) -> None:
     """With what would be one."""
