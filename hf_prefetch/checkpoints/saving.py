@@ -72,6 +72,7 @@ def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: b
             it is not what `from_pretrained` would make of its config; or the name of the folder is empty.
         RuntimeError: called from inside a forward of the model.
         FileExistsError, NotADirectoryError: the folder holds an ordinary checkpoint, or is a file.
+        BlockingIOError: another process or thread is writing there.
         OSError: there is no room, or the folder can't be written to.
 
     Example:
@@ -115,7 +116,7 @@ def pack_checkpoint(source: Path, folder: Path, device: StreamDevice, *, progres
         progress: show a bar over the bytes; None shows it in terminals.
 
     Raises:
-        FileExistsError, ValueError, RuntimeError: as `save_packed` and `from_pretrained`.
+        FileExistsError, BlockingIOError, ValueError, RuntimeError: as `save_packed` and `from_pretrained`.
     """
     if is_packed(source):
         raise ValueError(f"{source} holds a packed checkpoint already")
