@@ -234,14 +234,46 @@ def test_an_error_leaves_a_process_without_a_traceback() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="interrupts are sent by POSIX signals")
-def test_ctrl_c_ends_it_with_one_line() -> None:
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_end_it_with_one_line(how: signal.Signals, code: int) -> None:
     process = start("generate", "demo", "--prompt", PROMPT, "--max-new-tokens", "4000", *ON_CPU)
     read_beyond(process, PROMPT)
-    process.send_signal(signal.SIGINT)
-    code, stdout, stderr = finish(process)
-    assert code == 130, stderr
+    process.send_signal(how)
+    ended, stdout, stderr = finish(process)
+    assert ended == code, stderr
     assert complaint(stderr) == "stopped"
     assert stdout.endswith("\n"), "the message comes on a line of its own"
+
+
+_TERMINATED = """
+import os, shutil, signal, sys
+import hf_prefetch.memory.packed_files as files
+from hf_prefetch.cli import main
+
+
+def terminated(function):
+    def run(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return function(*args, **kwargs)
+    return run
+
+
+files.save_file, shutil.rmtree = terminated(files.save_file), terminated(shutil.rmtree)
+code = main(["pack", "demo", "--out", sys.argv[1], "--device", "cpu"])
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="interrupts are sent by POSIX signals")
+def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Nor does a second one while it is tidied up."""
+    command = [sys.executable, "-c", _TERMINATED, str(tmp_path / "new" / "packed")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 143, ended.stderr
+    assert complaint(ended.stderr) == "stopped"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_reader_that_goes_away_ends_it_silently() -> None:
