@@ -17,7 +17,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralForCausalLM,
+    MixtralForSequenceClassification,
+    MixtralForTokenClassification,
+    PreTrainedModel,
+)
 
 import architectures
 from architectures import ARCHITECTURES
@@ -34,7 +40,7 @@ from test_architectures import REFUSED
 from test_disk_faults import no_room
 
 FIRST = "packed-00001-of-00008.safetensors"
-# Of these AutoModelForCausalLM loads a part, under names that transformers knows from their own checkpoints only.
+# Of these AutoModelForCausalLM loads a part.
 PARTS = ("dots3_note",)
 # Of these nothing is packed: for how experts lie or are called, and of the last one because its rows are that short.
 UNPACKABLE = ("dbrx", "jetmoe", "llama4_text", "longcat_flash", "nemotron_h_latent")
@@ -142,7 +148,8 @@ def test_architectures(name: str, tmp_path: Path) -> None:
             save_packed(model, tmp_path / "packed", progress=False)
         return
     if name in PARTS:
-        with pytest.raises(ValueError, match=r"was written from a \w+ForConditionalGeneration, and .* is a \w+ForCausalLM"):
+        says = r"A \w+ForConditionalGeneration could not be loaded again, since .* makes a \w+ForCausalLM of its config: of "
+        with pytest.raises(ValueError, match=says):
             save_packed(model, tmp_path / "packed", progress=False)
         assert not (tmp_path / "packed").exists()
         return
@@ -543,6 +550,34 @@ def test_what_could_not_be_loaded_again(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             save_packed(model, tmp_path / "never", progress=False)
     assert not (tmp_path / "never").exists()
+
+
+class WithMore(MixtralForCausalLM):  # type: ignore[misc]
+    """A model that somebody has given a head more."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.score = nn.Linear(config.hidden_size, 2, bias=False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("made", "lacks"), [(MixtralForSequenceClassification, True), (MixtralForTokenClassification, True), (WithMore, False)]
+)
+def test_what_would_be_loaded_as_something_else(
+    made: type[PreTrainedModel], lacks: bool, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer weights or with more: it is refused before a file is made, and no folder is named that is not there."""
+    config = build("mixtral", torch.bfloat16).config
+    config.tie_word_embeddings = tied
+    model = made(config).bfloat16()
+    monkeypatch.setattr("hf_prefetch.checkpoints.saving.PackedFiles", lambda *_: pytest.fail("something was written"))
+    name = "lm_head" if lacks and not tied else "score"
+    says = rf"^A {made.__name__} could not be loaded again, since .* makes a MixtralForCausalLM of its config: of "
+    with pytest.raises(ValueError, match=rf"{says}'{name}\.\w+' it has .*\. Save a model as AutoModelForCausalLM") as caught:
+        save_packed(model, tmp_path / "never", progress=False)
+    assert str(tmp_path) not in str(caught.value)
+    assert "unfinished" not in str(caught.value)
 
 
 _OWN = """

@@ -134,7 +134,7 @@ def _write(
     beside: Sequence[Path] = (),
 ) -> Written:
     groups = file_groups(model)
-    made = _class_to_load(model)
+    _refuse_other_weights(model)
     sizes = [sum(tensor.numel() * tensor.element_size() for tensor in group.values()) for group, _ in groups]
     after, count = 0, 0
     with (
@@ -165,16 +165,12 @@ def _write(
                 if not (files.unfinished / file.name).exists() and (files.replaces or not (folder / file.name).exists()):
                     copyfile(file, files.unfinished / file.name)
         files.finish(model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."))
-        if type(model) is not made:
-            # Of such a model a part is loaded, under names that only transformers' loading knows.
-            with deferred_model(files.unfinished, False, dtype="auto"):
-                pass
         files.put_in_place()
     return Written(sum(sizes), after, count)
 
 
-def _class_to_load(model: Any) -> type:
-    """The class of the model that would be loaded again. Raises ValueError if what is written could not be."""
+def _refuse_other_weights(model: Any) -> None:
+    """Raises ValueError for a model that has other weights than what would be loaded again, be it more, fewer or others."""
     from transformers import AutoModelForCausalLM
 
     if type(model.config) not in AutoModelForCausalLM._model_mapping:
@@ -197,7 +193,6 @@ def _class_to_load(model: Any) -> type:
                 f"A {type(model).__name__} could not be loaded again: AutoModelForCausalLM makes a {type(other).__name__} of "
                 f"its config, which has more than that. {remedy}"
             )
-        return type(other)
     shapes, wanted = ({name: tensor.shape for name, tensor in _tensors(each)} for each in (model, other))
     # A weight that has several names may be written under each of them.
     unknown = shapes.keys() - other.state_dict().keys()
@@ -206,11 +201,12 @@ def _class_to_load(model: Any) -> type:
         name = wrong[0]
         has = f"has {tuple(shapes[name])}" if name in shapes else "has nothing, or shares it with another module"
         makes = f"has {tuple(wanted[name])}" if name in wanted else "has nothing"
+        what, why = "This model", "since it is not what its config describes"
+        if type(model) is not type(other):
+            what, why = f"A {type(model).__name__}", f"since AutoModelForCausalLM makes a {type(other).__name__} of its config"
         raise ValueError(
-            f"This model could not be loaded again, since it is not what its config describes: of {name!r} it "
-            f"{has}, and what the config describes {makes}. {remedy}"
+            f"{what} could not be loaded again, {why}: of {name!r} it {has}, and what the config describes {makes}. {remedy}"
         )
-    return type(other)
 
 
 def _package(model: nn.Module) -> str:
