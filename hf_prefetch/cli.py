@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from . import __version__
 from .command.cli_options import (
     Device,
     ExpertCache,
@@ -56,6 +57,21 @@ app = typer.Typer(
 
 # Tokens of the prompt that are decoded along with what follows, so that a space between the two is not lost.
 _CONTEXT = 4
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hf-prefetch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before_any_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 # -- commands -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedConfig
 
+from hf_prefetch import __version__
 from hf_prefetch.cli import _streamer, main
 from hf_prefetch.command.pretrained import load_model, most_tokens
 from hf_prefetch.demo import demo_model_path, load_demo_model, load_demo_tokenizer
@@ -196,6 +197,9 @@ GENERATE = ["generate", "demo", "--prompt", "x"]
         pytest.param(["bench", "nobody/nothing"], 1, "nobody/nothing: no such folder, and no model", id="not on the Hub"),
         pytest.param(["bench", str(ROOT)], 1, "without config.json", id="a folder without a model"),
         pytest.param(["bench", "demo", "--prompt-lengths", "8,x"], 2, "'8,x' is no list of numbers", id="no lengths"),
+        pytest.param(["bench", "demo", "--prompt-lengths", "8,"], 2, "'8,' is no list of numbers", id="a length is missing"),
+        pytest.param(["bench", "demo", "--prompt-lengths", "8,0"], 2, "'8,0' has a number below 1", id="no length"),
+        pytest.param(["bench", "demo", "--prompt-lengths", "-3"], 2, "'-3' has a number below 1", id="a negative length"),
         pytest.param(["bench", "demo", "--json", "nowhere/out.json"], 2, "no folder nowhere", id="no folder for --json"),
         pytest.param(["pack", "demo", "--out", ""], 2, "'--out': the path is empty", id="an empty --out"),
         pytest.param(["bench", "demo", "--json", ""], 2, "'--json': the path is empty", id="an empty --json"),
@@ -222,6 +226,14 @@ def test_without_arguments_it_prints_its_help(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr()
     assert all(command in printed.out + printed.err for command in ("generate", "bench"))
     assert "hf-prefetch: " not in printed.err
+
+
+def test_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside a command that would fail, too."""
+    for arguments in (["--version"], ["--version", "generate"]):
+        assert main(arguments) == 0
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err) == (f"hf-prefetch {__version__}\n", "")
 
 
 def test_an_error_leaves_a_process_without_a_traceback() -> None:

@@ -64,9 +64,12 @@ def _check_device(value: str | None) -> str | None:
 
 
 def numbers(text: str) -> str:
-    """Check a list of positive numbers."""
-    if not all(word.strip().isdigit() and int(word) > 0 for word in text.split(",")):
+    """Check a list of numbers of tokens."""
+    words = text.split(",")
+    if not all(word.strip().removeprefix("-").isdecimal() for word in words):
         raise typer.BadParameter(f"{text!r} is no list of numbers such as 32,512,2048")
+    if any(int(word) < 1 for word in words):
+        raise typer.BadParameter(f"{text!r} has a number below 1, and a prompt has one token at least")
     return text
 
 
