@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -226,6 +227,13 @@ def test_without_arguments_it_prints_its_help(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr()
     assert all(command in printed.out + printed.err for command in ("generate", "bench"))
     assert "hf-prefetch: " not in printed.err
+
+
+def test_the_help_of_a_size_says_that_it_is_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, sizes in (("generate", 4), ("bench", 3)):
+        assert main([command, "--help"]) == 0
+        words = " ".join(re.sub(r"[^\w ]", " ", capsys.readouterr().out).split())
+        assert words.count("in bytes or as") == sizes
 
 
 def test_its_version(capsys: pytest.CaptureFixture[str]) -> None:

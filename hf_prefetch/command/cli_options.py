@@ -108,7 +108,7 @@ GpuMemory = Annotated[
     typer.Option(
         "--gpu-memory",
         callback=_check_size,
-        help='Device memory for weights, as "20GiB": as many layers as fit keep their experts there.',
+        help='Device memory for weights, in bytes or as "20GiB": as many layers as fit keep their experts there.',
     ),
 ]
 
@@ -116,7 +116,8 @@ ExpertCache = Annotated[
     str | None,
     typer.Option(
         "--expert-cache",
-        help='Device memory in which experts stay from token to token, as "4GiB", or a share of --gpu-memory, as 0.5.',
+        help='Device memory in which experts stay from token to token, in bytes or as "4GiB", or a share of --gpu-memory, '
+        "as 0.5.",
     ),
 ]
 
@@ -148,7 +149,7 @@ PinMemory = Annotated[
     typer.Option(
         "--pin-memory",
         callback=_check_size,
-        help='Host memory that may be page-locked, as "40GiB"; as much as the experts take if not given, 0 is none.',
+        help='Host memory that may be page-locked, in bytes or as "40GiB"; as much as the experts take if not given, 0: none.',
     ),
 ]
 
@@ -158,7 +159,8 @@ HostMemory = Annotated[
     typer.Option(
         "--host-memory",
         callback=_check_size,
-        help='Host memory for experts, as "40GiB": those beyond it stay in the files of the checkpoint and are read ahead.',
+        help='Host memory for experts, in bytes or as "40GiB": those beyond it stay in the files of the checkpoint and are '
+        "read ahead.",
     ),
 ]
 OffloadFolder = Annotated[
