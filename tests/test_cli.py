@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedConfig
 
+import hf_prefetch
 from hf_prefetch import __version__
 from hf_prefetch.cli import _streamer, main
 from hf_prefetch.command.pretrained import load_model, most_tokens
@@ -263,6 +264,54 @@ def test_ctrl_c_and_sigterm_end_it_with_one_line(how: signal.Signals, code: int)
     assert ended == code, stderr
     assert complaint(stderr) == "stopped"
     assert stdout.endswith("\n"), "the message comes on a line of its own"
+
+
+_SLOW = """
+import time
+
+print("importing", flush=True)
+try:
+    time.sleep(100)
+except BaseException as error:
+    raise ImportError("could not be initialized") from error
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="interrupts are sent by POSIX signals")
+@pytest.mark.parametrize("command", [COMMAND, [sys.executable, "-c", "from hf_prefetch.__main__ import main; main()"]])
+@pytest.mark.parametrize("library", ["torch", "typer"])
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_it_ends_like_that_while_libraries_are_imported(
+    command: list[str], library: str, how: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """Whatever these make of an interrupt."""
+    (tmp_path / f"{library}.py").write_text(_SLOW)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*command, "bench", "demo"], env=environment, bufsize=0, **pipes)
+    assert process.stdout is not None
+    assert process.stdout.read(9) == b"importing"
+    process.send_signal(how)
+    ended, _, stderr = finish(process)
+    assert (ended, stderr) == (code, "hf-prefetch: stopped\n")
+
+
+def test_the_package_has_its_names() -> None:
+    """Each is imported when it is asked for, by star and by completion as well, and there are no others."""
+    code = (
+        "import sys, hf_prefetch; assert 'torch' not in sys.modules; from hf_prefetch import *; print(save_packed.__module__)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.stdout == "hf_prefetch.checkpoints.saving\n", ended.stderr
+    assert set(hf_prefetch.__all__) <= set(dir(hf_prefetch))
+    assert all(getattr(hf_prefetch, name) is not None for name in hf_prefetch.__all__)
+    with pytest.raises(AttributeError, match="module 'hf_prefetch' has no attribute 'nothing'"):
+        hf_prefetch.nothing  # noqa: B018
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'hf-prefetch = "hf_prefetch.__main__:main"' in project
 
 
 _TERMINATED = """
