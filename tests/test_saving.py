@@ -40,7 +40,7 @@ from test_architectures import REFUSED
 from test_disk_faults import no_room
 
 FIRST = "packed-00001-of-00008.safetensors"
-# Of these AutoModelForCausalLM loads a part.
+# Of these AutoModelForCausalLM loads a part, under names that transformers knows from their own checkpoints only.
 PARTS = ("dots3_note",)
 # Of these nothing is packed: for how experts lie or are called, and of the last one because its rows are that short.
 UNPACKABLE = ("dbrx", "jetmoe", "llama4_text", "longcat_flash", "nemotron_h_latent")

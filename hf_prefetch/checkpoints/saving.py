@@ -24,6 +24,7 @@ from ..progress import byte_progress
 from ..scheduling.scheduler import PrefetchScheduler
 from ..sizes import shown
 from ..streams import StreamDevice, stream_device
+from .comparing import unlike
 from .loading import deferred_model
 
 __all__ = ["NOTHING_SMALLER", "Written", "file_groups", "pack_checkpoint", "refuse_quantized", "save_packed"]
@@ -193,14 +194,20 @@ def _refuse_other_weights(model: Any) -> None:
                 f"A {type(model).__name__} could not be loaded again: AutoModelForCausalLM makes a {type(other).__name__} of "
                 f"its config, which has more than that. {remedy}"
             )
-    shapes, wanted = ({name: tensor.shape for name, tensor in _tensors(each)} for each in (model, other))
+    tensors, wanted = (dict(_tensors(each)) for each in (model, other))
+    shapes, expected = ({name: tensor.shape for name, tensor in each.items()} for each in (tensors, wanted))
     # A weight that has several names may be written under each of them.
     unknown = shapes.keys() - other.state_dict().keys()
-    wrong = sorted(unknown | {name for name, shape in wanted.items() if shapes.get(name) != shape})
+    if unknown and type(model) is not type(other):
+        # Of such a model a part may be loaded, under names that only transformers' loading knows.
+        lacking, unknown = unlike(other, tensors, wanted)
+    else:
+        lacking = {name for name, shape in expected.items() if shapes.get(name) != shape}
+    wrong = sorted(lacking) or sorted(unknown)
     if wrong:
         name = wrong[0]
         has = f"has {tuple(shapes[name])}" if name in shapes else "has nothing, or shares it with another module"
-        makes = f"has {tuple(wanted[name])}" if name in wanted else "has nothing"
+        makes = f"has {tuple(expected[name])}" if name in expected else "has nothing"
         what, why = "This model", "since it is not what its config describes"
         if type(model) is not type(other):
             what, why = f"A {type(model).__name__}", f"since AutoModelForCausalLM makes a {type(other).__name__} of its config"
