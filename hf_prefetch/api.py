@@ -308,5 +308,5 @@ def _remove(handles: list[RemovableHandle]) -> None:
 def _check_model(model: object) -> None:
     if isinstance(model, nn.Module):
         return
-    hint = " Load it first: AutoModelForCausalLM.from_pretrained(...)." if isinstance(model, str) else ""
-    raise TypeError(f"Expected a transformers model (a torch.nn.Module), got {model!r} of type {type(model).__name__}.{hint}")
+    hint = f" Load it first: AutoModelForCausalLM.from_pretrained({model!r})." if isinstance(model, str) else ""
+    raise TypeError(f"Expected a transformers model (a torch.nn.Module), got an object of type {type(model).__name__}.{hint}")

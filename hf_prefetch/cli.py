@@ -1,15 +1,18 @@
 """hf-prefetch: the command. Each command is a function below; errors are one line, exit codes are the usual ones.
 
-0 means done, 1 that something failed, 2 that the command was called in a way that can't work, 130 that Ctrl-C ended it.
+0 means done, 1 that something failed, 2 that the command was called in a way that can't work, 130 that Ctrl-C ended it, 143
+that SIGTERM did.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from . import __version__
 from .command.cli_options import (
     Device,
     ExpertCache,
@@ -53,6 +57,21 @@ app = typer.Typer(
 
 # Tokens of the prompt that are decoded along with what follows, so that a space between the two is not lost.
 _CONTEXT = 4
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hf-prefetch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before_any_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 # -- commands -----------------------------------------------------------------------------------------------------------
@@ -243,9 +262,31 @@ def _say(text: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command with `arguments` (the process's own if None) and return its exit code."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _terminable() as received:
         warnings.showwarning = _show_warning
-        return _one_line_errors(lambda: app(arguments, standalone_mode=False, prog_name="hf-prefetch"))
+        return _one_line_errors(lambda: app(arguments, standalone_mode=False, prog_name="hf-prefetch"), received)
+
+
+@contextmanager
+def _terminable() -> Iterator[list[int]]:
+    """Inside SIGTERM does what Ctrl-C does, so that everything is tidied up. Whether it came is in the list, as its number."""
+    received: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        # `timeout` sends it twice, and tidying up must not be interrupted.
+        if not received:
+            received.append(number)
+            raise KeyboardInterrupt
+
+    # Whoever has other plans with it keeps to them, and only the main thread may have any.
+    is_free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if is_free:
+        signal.signal(signal.SIGTERM, stop)
+    try:
+        yield received
+    finally:
+        if is_free:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -255,7 +296,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
         print(text, file=sys.stderr, flush=True)
 
 
-def _one_line_errors(command: Callable[[], object]) -> int:
+def _one_line_errors(command: Callable[[], object], received: Sequence[int]) -> int:
     try:
         result = command()
         if sys.stdout is not None:
@@ -275,7 +316,7 @@ def _one_line_errors(command: Callable[[], object]) -> int:
     except Exception as error:  # noqa: BLE001 - libraries have errors of their own, and a user wants none of their frames
         return _complain(f"{type(error).__name__}: {one_line(error)}", 1)
     if result == 130:
-        return _complain("stopped", 130)
+        return _complain("stopped", 128 + received[0] if received else 130)
     return result if isinstance(result, int) else 0
 
 

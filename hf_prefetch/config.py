@@ -7,9 +7,7 @@ import re
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from accelerate.utils import convert_file_size_to_int
-
-from .sizes import shown
+from .sizes import in_bytes, shown
 
 __all__ = ["DEFAULT_GATE", "DEFAULT_SLOTS", "MAX_SLOTS", "MIN_SLOTS", "PrefetchConfig"]
 
@@ -162,17 +160,15 @@ def _size_or_share(value: object) -> int | float:
 
 
 def _size_in_bytes(size: object, name: str, least: int = 1) -> int:
-    is_text = isinstance(size, str)
-    if isinstance(size, bool) or not (is_text or isinstance(size, Integral)):
+    if isinstance(size, bool) or not isinstance(size, str | Integral):
         raise TypeError(f'{name} must be bytes or a size such as "20GiB", got {size!r} of type {type(size).__name__}.')
     try:
-        is_bytes = not is_text or str(size).strip().removeprefix("-").isdecimal()
-        nbytes = int(size) if is_bytes else int(convert_file_size_to_int(size))  # type: ignore[call-overload]
+        nbytes = in_bytes(size) if isinstance(size, str) else int(size)
         # Shares of it are computed, so a number too large for that is no size, however many digits an int may have.
         float(nbytes)
     except (ValueError, OverflowError) as error:
         raise ValueError(
-            f'{name}={size!r} is no size: give bytes, or a number with KB, MB, GB, KiB, MiB or GiB, such as "20GiB".'
+            f'{name}={size!r} is no size: give bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as "20GiB".'
         ) from error
     if nbytes < 0:
         raise ValueError(f"{name} can't be negative, got {size!r}.")

@@ -1,10 +1,27 @@
-"""Sizes in bytes as people read them."""
+"""Sizes in bytes as people read and write them."""
 
 from __future__ import annotations
 
-__all__ = ["at_least", "shown"]
+import re
+
+__all__ = ["at_least", "in_bytes", "shown"]
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+# What may be written behind a number, in letters of either case, since nobody gives memory in bits.
+_WRITTEN = {
+    f"{letter}{kind}": base**power for kind, base in (("b", 1000), ("ib", 1024)) for power, letter in enumerate("kmgt", 1)
+}
+
+
+def in_bytes(text: str) -> int:
+    """The bytes of a size such as "20GiB", "1.5 gb" or "4096".
+
+    Raises:
+        ValueError, OverflowError: it is none, or more than a number can be.
+    """
+    written = text.strip().lower()
+    unit = re.search(r"[kmgt]i?b$", written)
+    return int(float(written[: unit.start()]) * _WRITTEN[unit[0]]) if unit else int(written)
 
 
 def shown(nbytes: int) -> str:

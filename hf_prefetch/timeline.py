@@ -91,7 +91,9 @@ class Timeline:
             from matplotlib import pyplot
             from matplotlib.patches import Patch
         except ImportError as error:
-            raise ImportError("timeline.plot() needs matplotlib: pip install 'hf-prefetch[plot]'.") from error
+            raise ImportError(
+                "timeline.plot() needs matplotlib: pip install '.[plot]' in the folder of hf_prefetch."
+            ) from error
 
         spans = self.spans()
         if not spans:

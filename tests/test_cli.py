@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedConfig
 
+import hf_prefetch
+from hf_prefetch import __version__
 from hf_prefetch.cli import _streamer, main
 from hf_prefetch.command.pretrained import load_model, most_tokens
 from hf_prefetch.demo import demo_model_path, load_demo_model, load_demo_tokenizer
@@ -196,6 +199,9 @@ GENERATE = ["generate", "demo", "--prompt", "x"]
         pytest.param(["bench", "nobody/nothing"], 1, "nobody/nothing: no such folder, and no model", id="not on the Hub"),
         pytest.param(["bench", str(ROOT)], 1, "without config.json", id="a folder without a model"),
         pytest.param(["bench", "demo", "--prompt-lengths", "8,x"], 2, "'8,x' is no list of numbers", id="no lengths"),
+        pytest.param(["bench", "demo", "--prompt-lengths", "8,"], 2, "'8,' is no list of numbers", id="a length is missing"),
+        pytest.param(["bench", "demo", "--prompt-lengths", "8,0"], 2, "'8,0' has a number below 1", id="no length"),
+        pytest.param(["bench", "demo", "--prompt-lengths", "-3"], 2, "'-3' has a number below 1", id="a negative length"),
         pytest.param(["bench", "demo", "--json", "nowhere/out.json"], 2, "no folder nowhere", id="no folder for --json"),
         pytest.param(["pack", "demo", "--out", ""], 2, "'--out': the path is empty", id="an empty --out"),
         pytest.param(["bench", "demo", "--json", ""], 2, "'--json': the path is empty", id="an empty --json"),
@@ -224,6 +230,21 @@ def test_without_arguments_it_prints_its_help(capsys: pytest.CaptureFixture[str]
     assert "hf-prefetch: " not in printed.err
 
 
+def test_the_help_of_a_size_says_that_it_is_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, sizes in (("generate", 4), ("bench", 3)):
+        assert main([command, "--help"]) == 0
+        words = " ".join(re.sub(r"[^\w ]", " ", capsys.readouterr().out).split())
+        assert words.count("in bytes or as") == sizes
+
+
+def test_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside a command that would fail, too."""
+    for arguments in (["--version"], ["--version", "generate"]):
+        assert main(arguments) == 0
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err) == (f"hf-prefetch {__version__}\n", "")
+
+
 def test_an_error_leaves_a_process_without_a_traceback() -> None:
     code, stdout, stderr = finish(start("generate", "./nowhere", "--prompt", "x"))
     assert (code, stdout) == (1, "")
@@ -234,14 +255,94 @@ def test_an_error_leaves_a_process_without_a_traceback() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="interrupts are sent by POSIX signals")
-def test_ctrl_c_ends_it_with_one_line() -> None:
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_end_it_with_one_line(how: signal.Signals, code: int) -> None:
     process = start("generate", "demo", "--prompt", PROMPT, "--max-new-tokens", "4000", *ON_CPU)
     read_beyond(process, PROMPT)
-    process.send_signal(signal.SIGINT)
-    code, stdout, stderr = finish(process)
-    assert code == 130, stderr
+    process.send_signal(how)
+    ended, stdout, stderr = finish(process)
+    assert ended == code, stderr
     assert complaint(stderr) == "stopped"
     assert stdout.endswith("\n"), "the message comes on a line of its own"
+
+
+_SLOW = """
+import time
+
+print("importing", flush=True)
+try:
+    time.sleep(100)
+except BaseException as error:
+    raise ImportError("could not be initialized") from error
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="interrupts are sent by POSIX signals")
+@pytest.mark.parametrize("command", [COMMAND, [sys.executable, "-c", "from hf_prefetch.__main__ import main; main()"]])
+@pytest.mark.parametrize("library", ["torch", "typer"])
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_it_ends_like_that_while_libraries_are_imported(
+    command: list[str], library: str, how: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """Whatever these make of an interrupt."""
+    (tmp_path / f"{library}.py").write_text(_SLOW)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*command, "bench", "demo"], env=environment, bufsize=0, **pipes)
+    assert process.stdout is not None
+    assert process.stdout.read(9) == b"importing"
+    process.send_signal(how)
+    ended, _, stderr = finish(process)
+    assert (ended, stderr) == (code, "hf-prefetch: stopped\n")
+
+
+def test_the_package_has_its_names() -> None:
+    """Each is imported when it is asked for, by star and by completion as well, and there are no others."""
+    code = (
+        "import sys, hf_prefetch; assert 'torch' not in sys.modules; from hf_prefetch import *; print(save_packed.__module__)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.stdout == "hf_prefetch.checkpoints.saving\n", ended.stderr
+    assert set(hf_prefetch.__all__) <= set(dir(hf_prefetch))
+    assert all(getattr(hf_prefetch, name) is not None for name in hf_prefetch.__all__)
+    with pytest.raises(AttributeError, match="module 'hf_prefetch' has no attribute 'nothing'"):
+        hf_prefetch.nothing  # noqa: B018
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'hf-prefetch = "hf_prefetch.__main__:main"' in project
+
+
+_TERMINATED = """
+import os, shutil, signal, sys
+import hf_prefetch.memory.packed_files as files
+from hf_prefetch.cli import main
+
+
+def terminated(function):
+    def run(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return function(*args, **kwargs)
+    return run
+
+
+files.save_file, shutil.rmtree = terminated(files.save_file), terminated(shutil.rmtree)
+code = main(["pack", "demo", "--out", sys.argv[1], "--device", "cpu"])
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="interrupts are sent by POSIX signals")
+def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Nor does a second one while it is tidied up."""
+    command = [sys.executable, "-c", _TERMINATED, str(tmp_path / "new" / "packed")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 143, ended.stderr
+    assert complaint(ended.stderr) == "stopped"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_reader_that_goes_away_ends_it_silently() -> None:

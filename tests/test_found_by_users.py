@@ -24,6 +24,7 @@ from torch import nn
 
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained, save_packed
 from hf_prefetch.config import PrefetchConfig
+from hf_prefetch.model.telling import _tell_of_the_cpu
 from hf_prefetch.routing import inject_routing
 from hf_prefetch.testing import FakeDevice
 from models import Snapshot, build, experts_of, prompt
@@ -102,6 +103,24 @@ def test_numbers_of_other_libraries_and_sizes_as_digits() -> None:
     assert model.expert_prefetch.report().banks == 0
     with pytest.raises(TypeError, match="slots must be an int"):
         enable_expert_prefetch(model, slots=3.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("20GB", 20 * 10**9), ("20GiB", 20 * 2**30), ("1.5 MB", 1_500_000), ("3KiB", 3072), ("1TB", 10**12), ("2TiB", 2 * 2**40)],
+)
+def test_sizes_are_bytes_in_letters_of_either_case(text: str, nbytes: int) -> None:
+    """A small b is no bit."""
+    for written in (text, text.lower(), text.upper(), text.swapcase(), text.replace("B", "b"), f" {text} "):
+        config = PrefetchConfig(gpu_memory=written, host_memory=written, pin_memory=written)
+        assert (config.gpu_memory, config.host_memory, config.pin_memory) == (nbytes, nbytes, nbytes)
+        assert PrefetchConfig(expert_cache=written).expert_cache == nbytes
+
+
+@pytest.mark.parametrize("text", ["20G", "20Gbit", "GiB", "nan GB", "1.5", ""])
+def test_what_is_no_size_is_told_what_would_be_one(text: str) -> None:
+    with pytest.raises(ValueError, match=r'is no size: give bytes, or a number with .*GB.*GiB.*, such as "20GiB"\.$'):
+        PrefetchConfig(gpu_memory=text)
 
 
 @pytest.mark.parametrize("name", ["gpu", "auto", "", 1.5])
@@ -315,8 +334,9 @@ def test_an_interrupt_of_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_note_about_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
-    """Once a model as long as it is enabled, and not where nothing is sent."""
-    model = build("mixtral")
+    """Once in a process, and not where nothing is sent."""
+    _tell_of_the_cpu.cache_clear()  # another test may have seen it
+    model, other = build("mixtral"), build("mixtral")
     with caplog.at_level("WARNING", logger="hf_prefetch"):
         enable_expert_prefetch(model, device="cpu", n_cpu_moe=0, progress=False)
         disable_expert_prefetch(model)
@@ -324,7 +344,18 @@ def test_the_note_about_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
         for slots in (3, 2, 4):
             enable_expert_prefetch(model, slots, device="cpu", progress=False)
         disable_expert_prefetch(model)
+        for each in (model, other):
+            enable_expert_prefetch(each, device="cpu", progress=False)
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["hf_prefetch: this computes on the CPU"]
+
+
+@pytest.mark.parametrize("call", [enable_expert_prefetch, disable_expert_prefetch])
+def test_what_is_no_model_is_named_by_its_type(call: Callable[[Any], Any]) -> None:
+    """A config shows as many lines, a tensor as many numbers."""
+    with pytest.raises(TypeError, match=r"^Expected .*, got an object of type MixtralConfig\.$"):
+        call(build("mixtral").config)
+    with pytest.raises(TypeError, match=r"^Expected .*, got an object of type str\. Load it first: .*\('a/model'\)\.$"):
+        call("a/model")
 
 
 def test_packed_experts_that_would_go_to_files(tmp_path: Path) -> None:

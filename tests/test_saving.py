@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralForCausalLM,
+    MixtralForSequenceClassification,
+    MixtralForTokenClassification,
+    PreTrainedModel,
+)
 
 import architectures
 from architectures import ARCHITECTURES
@@ -24,6 +32,7 @@ from hf_prefetch.cli import main
 from hf_prefetch.demo import demo_model_path, load_demo_model
 from hf_prefetch.discovery import find_banks
 from hf_prefetch.memory.packed_files import INDEX
+from hf_prefetch.memory.writers import hold
 from hf_prefetch.model.packed import PackedWeights
 from hf_prefetch.testing import FakeDevice
 from models import FAMILIES, build, experts_of, prompt
@@ -139,7 +148,8 @@ def test_architectures(name: str, tmp_path: Path) -> None:
             save_packed(model, tmp_path / "packed", progress=False)
         return
     if name in PARTS:
-        with pytest.raises(ValueError, match=r"was written from a \w+ForConditionalGeneration, and .* is a \w+ForCausalLM"):
+        says = r"A \w+ForConditionalGeneration could not be loaded again, since .* makes a \w+ForCausalLM of its config: of "
+        with pytest.raises(ValueError, match=says):
             save_packed(model, tmp_path / "packed", progress=False)
         assert not (tmp_path / "packed").exists()
         return
@@ -542,6 +552,34 @@ def test_what_could_not_be_loaded_again(tmp_path: Path) -> None:
     assert not (tmp_path / "never").exists()
 
 
+class WithMore(MixtralForCausalLM):  # type: ignore[misc]
+    """A model that somebody has given a head more."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.score = nn.Linear(config.hidden_size, 2, bias=False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("made", "lacks"), [(MixtralForSequenceClassification, True), (MixtralForTokenClassification, True), (WithMore, False)]
+)
+def test_what_would_be_loaded_as_something_else(
+    made: type[PreTrainedModel], lacks: bool, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer weights or with more: it is refused before a file is made, and no folder is named that is not there."""
+    config = build("mixtral", torch.bfloat16).config
+    config.tie_word_embeddings = tied
+    model = made(config).bfloat16()
+    monkeypatch.setattr("hf_prefetch.checkpoints.saving.PackedFiles", lambda *_: pytest.fail("something was written"))
+    name = "lm_head" if lacks and not tied else "score"
+    says = rf"^A {made.__name__} could not be loaded again, since .* makes a MixtralForCausalLM of its config: of "
+    with pytest.raises(ValueError, match=rf"{says}'{name}\.\w+' it has .*\. Save a model as AutoModelForCausalLM") as caught:
+        save_packed(model, tmp_path / "never", progress=False)
+    assert str(tmp_path) not in str(caught.value)
+    assert "unfinished" not in str(caught.value)
+
+
 _OWN = """
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -608,6 +646,109 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with no_room(100), pytest.raises(OSError, match="can't be written"):
         save_packed(load_demo_model(), folder, progress=False)
     assert list(tmp_path.rglob("*")) == [folder.parent]
+
+
+_WRITES = """
+import sys
+import hf_prefetch.memory.packed_files as files
+from hf_prefetch import save_packed
+from hf_prefetch.demo import load_demo_model
+
+
+def write_slowly(*args):
+    save_file(*args)
+    print("writing", flush=True)
+    sys.stdin.readline()
+
+
+save_file, files.save_file = files.save_file, write_slowly
+save_packed(load_demo_model(), sys.argv[1], progress=False)
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that is in the middle of writing a packed checkpoint to the folder `shared`, until it is let go on."""
+    command = [sys.executable, "-c", _WRITES, str(tmp_path / "shared")]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "HF_HUB_OFFLINE": "1"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders can't be locked there")
+def test_one_writer_at_a_time(writer: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second one is refused, and the first goes on."""
+    shared = tmp_path / "shared"
+    for _ in range(2):
+        with pytest.raises(BlockingIOError, match=rf"^Another process, or .*, is writing to {shared}\. Wait until"):
+            save_packed(load_demo_model(), shared, progress=False)
+    assert main(["pack", "demo", "--out", str(shared), "--device", "cpu"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hf-prefetch: Another process")
+    writer.communicate("\n" * 100, timeout=120)
+    assert writer.returncode == 0
+    assert_same(load(shared), state_of(load_demo_model()))
+    assert not list(shared.glob("packed-unfinished-*"))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders can't be locked there")
+def test_what_a_writer_left_that_was_killed(writer: subprocess.Popen[str], tmp_path: Path) -> None:
+    """It is in nobody's way."""
+    shared = tmp_path / "shared"
+    writer.kill()
+    writer.wait()
+    assert list(shared.glob("packed-unfinished-*"))
+    save_packed(load_demo_model(), shared, progress=False)
+    assert_same(load(shared), state_of(load_demo_model()))
+    assert not list(shared.glob("packed-unfinished-*"))
+
+
+def test_where_folders_can_not_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written all the same."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    for place in ("fcntl.flock", "fcntl"):
+        monkeypatch.setattr(f"hf_prefetch.memory.writers.{place}", None if place == "fcntl" else refuse)
+        save_packed(load_demo_model(), tmp_path / "packed", progress=False)
+        assert_same(load(tmp_path / "packed"), state_of(load_demo_model()))
+
+
+def test_a_folder_that_goes_as_it_is_to_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever wrote there before has removed it: it is made anew."""
+    fcntl = pytest.importorskip("fcntl")
+    folder, times = tmp_path / "packed", iter(range(9))
+
+    def flock(descriptor: int, how: int) -> None:
+        if next(times) == 0:
+            folder.rmdir()
+        lock(descriptor, how)
+
+    lock = fcntl.flock
+    monkeypatch.setattr("hf_prefetch.memory.writers.fcntl.flock", flock)
+    with hold(folder):
+        assert folder.is_dir()
+        with pytest.raises(BlockingIOError):
+            hold(folder)
+    hold(folder).close()
+
+
+def test_what_is_removed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no want of room."""
+
+    def remove(_: Any, file: Path, *__: Any) -> None:
+        shutil.rmtree(file.parent)
+        save_file({"x": torch.zeros(1)}, file)
+
+    monkeypatch.setattr("hf_prefetch.memory.packed_files.save_file", remove)
+    with pytest.raises(FileNotFoundError, match="what was written of it has been removed meanwhile") as caught:
+        save_packed(load_demo_model(), tmp_path / "packed", progress=False)
+    assert "space" not in str(caught.value)
 
 
 def test_what_can_not_be_saved(tmp_path: Path) -> None:

@@ -79,8 +79,7 @@ def test_a_device_that_is_behind_is_waited_for() -> None:
 def test_without_matplotlib_it_says_what_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra, which pyproject has."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'hf-prefetch\[plot\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[plot\]' in the folder of hf_prefetch"):
         Timeline().plot()
     project = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'^plot = \["matplotlib', project, re.MULTILINE)
-    assert re.search(r'^name = "hf-prefetch"', project, re.MULTILINE)

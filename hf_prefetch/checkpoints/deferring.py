@@ -25,7 +25,7 @@ from ..memory.loading import Reader
 from ..memory.packed_files import INDEX, Index, is_packed, read_index, read_packed
 from .explaining import FROM_HUB, explain_json, explain_quantized, method_of
 
-__all__ = ["load_deferred", "packed_folder"]
+__all__ = ["DeferredStep", "load_deferred", "packed_folder"]
 
 # The step of transformers' loading that is given other tensors than it would open itself: a static method of its models.
 _STEP = "_load_pretrained_model"
@@ -69,7 +69,7 @@ def load_deferred(
     if packed is not None:
         index = read_index(packed)
         kwargs = _naming_packed_files(name, kwargs)
-    step = _DeferredStep(reader, index, reads=reads)
+    step = DeferredStep(reader, index, reads=reads)
     classes = _Classes(AutoModelForCausalLM._model_mapping, step, again=packed is not None and registers)
     auto: Any = type(AutoModelForCausalLM.__name__, (AutoModelForCausalLM,), {"_model_mapping": classes})
     try:
@@ -106,7 +106,7 @@ def load_deferred(
     return result, step.why_not
 
 
-class _DeferredStep:
+class DeferredStep:
     """The step of transformers' loading in which files are opened, with deferred tensors instead.
 
     Attributes:
@@ -273,7 +273,7 @@ class _Classes(Mapping[Any, Any]):
     `again`: a class that is entered is to be looked up here, which transformers does only when it loads the next time.
     """
 
-    def __init__(self, classes: Any, step: _DeferredStep, *, again: bool) -> None:
+    def __init__(self, classes: Any, step: DeferredStep, *, again: bool) -> None:
         self._classes = classes
         self._step = step
         self._again = again

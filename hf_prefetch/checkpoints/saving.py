@@ -24,6 +24,7 @@ from ..progress import byte_progress
 from ..scheduling.scheduler import PrefetchScheduler
 from ..sizes import shown
 from ..streams import StreamDevice, stream_device
+from .comparing import unlike
 from .loading import deferred_model
 
 __all__ = ["NOTHING_SMALLER", "Written", "file_groups", "pack_checkpoint", "refuse_quantized", "save_packed"]
@@ -72,6 +73,7 @@ def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: b
             it is not what `from_pretrained` would make of its config; or the name of the folder is empty.
         RuntimeError: called from inside a forward of the model.
         FileExistsError, NotADirectoryError: the folder holds an ordinary checkpoint, or is a file.
+        BlockingIOError: another process or thread is writing there.
         OSError: there is no room, or the folder can't be written to.
 
     Example:
@@ -115,7 +117,7 @@ def pack_checkpoint(source: Path, folder: Path, device: StreamDevice, *, progres
         progress: show a bar over the bytes; None shows it in terminals.
 
     Raises:
-        FileExistsError, ValueError, RuntimeError: as `save_packed` and `from_pretrained`.
+        FileExistsError, BlockingIOError, ValueError, RuntimeError: as `save_packed` and `from_pretrained`.
     """
     if is_packed(source):
         raise ValueError(f"{source} holds a packed checkpoint already")
@@ -133,7 +135,7 @@ def _write(
     beside: Sequence[Path] = (),
 ) -> Written:
     groups = file_groups(model)
-    made = _class_to_load(model)
+    _refuse_other_weights(model)
     sizes = [sum(tensor.numel() * tensor.element_size() for tensor in group.values()) for group, _ in groups]
     after, count = 0, 0
     with (
@@ -164,16 +166,12 @@ def _write(
                 if not (files.unfinished / file.name).exists() and (files.replaces or not (folder / file.name).exists()):
                     copyfile(file, files.unfinished / file.name)
         files.finish(model=type(model).__name__, dtype=str(model.dtype).removeprefix("torch."))
-        if type(model) is not made:
-            # Of such a model a part is loaded, under names that only transformers' loading knows.
-            with deferred_model(files.unfinished, False, dtype="auto"):
-                pass
         files.put_in_place()
     return Written(sum(sizes), after, count)
 
 
-def _class_to_load(model: Any) -> type:
-    """The class of the model that would be loaded again. Raises ValueError if what is written could not be."""
+def _refuse_other_weights(model: Any) -> None:
+    """Raises ValueError for a model that has other weights than what would be loaded again, be it more, fewer or others."""
     from transformers import AutoModelForCausalLM
 
     if type(model.config) not in AutoModelForCausalLM._model_mapping:
@@ -196,20 +194,26 @@ def _class_to_load(model: Any) -> type:
                 f"A {type(model).__name__} could not be loaded again: AutoModelForCausalLM makes a {type(other).__name__} of "
                 f"its config, which has more than that. {remedy}"
             )
-        return type(other)
-    shapes, wanted = ({name: tensor.shape for name, tensor in _tensors(each)} for each in (model, other))
+    tensors, wanted = (dict(_tensors(each)) for each in (model, other))
+    shapes, expected = ({name: tensor.shape for name, tensor in each.items()} for each in (tensors, wanted))
     # A weight that has several names may be written under each of them.
     unknown = shapes.keys() - other.state_dict().keys()
-    wrong = sorted(unknown | {name for name, shape in wanted.items() if shapes.get(name) != shape})
+    if unknown and type(model) is not type(other):
+        # Of such a model a part may be loaded, under names that only transformers' loading knows.
+        lacking, unknown = unlike(other, tensors, wanted)
+    else:
+        lacking = {name for name, shape in expected.items() if shapes.get(name) != shape}
+    wrong = sorted(lacking) or sorted(unknown)
     if wrong:
         name = wrong[0]
         has = f"has {tuple(shapes[name])}" if name in shapes else "has nothing, or shares it with another module"
-        makes = f"has {tuple(wanted[name])}" if name in wanted else "has nothing"
+        makes = f"has {tuple(expected[name])}" if name in expected else "has nothing"
+        what, why = "This model", "since it is not what its config describes"
+        if type(model) is not type(other):
+            what, why = f"A {type(model).__name__}", f"since AutoModelForCausalLM makes a {type(other).__name__} of its config"
         raise ValueError(
-            f"This model could not be loaded again, since it is not what its config describes: of {name!r} it "
-            f"{has}, and what the config describes {makes}. {remedy}"
+            f"{what} could not be loaded again, {why}: of {name!r} it {has}, and what the config describes {makes}. {remedy}"
         )
-    return type(other)
 
 
 def _package(model: nn.Module) -> str:

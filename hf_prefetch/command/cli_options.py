@@ -64,9 +64,12 @@ def _check_device(value: str | None) -> str | None:
 
 
 def numbers(text: str) -> str:
-    """Check a list of positive numbers."""
-    if not all(word.strip().isdigit() and int(word) > 0 for word in text.split(",")):
+    """Check a list of numbers of tokens."""
+    words = text.split(",")
+    if not all(word.strip().removeprefix("-").isdecimal() for word in words):
         raise typer.BadParameter(f"{text!r} is no list of numbers such as 32,512,2048")
+    if any(int(word) < 1 for word in words):
+        raise typer.BadParameter(f"{text!r} has a number below 1, and a prompt has one token at least")
     return text
 
 
@@ -105,7 +108,7 @@ GpuMemory = Annotated[
     typer.Option(
         "--gpu-memory",
         callback=_check_size,
-        help='Device memory for weights, as "20GiB": as many layers as fit keep their experts there.',
+        help='Device memory for weights, in bytes or as "20GiB": as many layers as fit keep their experts there.',
     ),
 ]
 
@@ -113,7 +116,8 @@ ExpertCache = Annotated[
     str | None,
     typer.Option(
         "--expert-cache",
-        help='Device memory in which experts stay from token to token, as "4GiB", or a share of --gpu-memory, as 0.5.',
+        help='Device memory in which experts stay from token to token, in bytes or as "4GiB", or a share of --gpu-memory, '
+        "as 0.5.",
     ),
 ]
 
@@ -145,7 +149,7 @@ PinMemory = Annotated[
     typer.Option(
         "--pin-memory",
         callback=_check_size,
-        help='Host memory that may be page-locked, as "40GiB"; as much as the experts take if not given, 0 is none.',
+        help='Host memory that may be page-locked, in bytes or as "40GiB"; as much as the experts take if not given, 0: none.',
     ),
 ]
 
@@ -155,7 +159,8 @@ HostMemory = Annotated[
     typer.Option(
         "--host-memory",
         callback=_check_size,
-        help='Host memory for experts, as "40GiB": those beyond it stay in the files of the checkpoint and are read ahead.',
+        help='Host memory for experts, in bytes or as "40GiB": those beyond it stay in the files of the checkpoint and are '
+        "read ahead.",
     ),
 ]
 OffloadFolder = Annotated[

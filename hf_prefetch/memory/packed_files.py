@@ -6,8 +6,8 @@ so that whoever doesn't know about packing finds no weights there, rather than o
     packed.safetensors.index.json   which tensor is in which file; it is put there last: a folder without it is not whole
     packed-00001-of-00017.safetensors, ...
 
-While they are written they are in a folder of their own inside, `packed-unfinished-*`. Where a packed checkpoint is replaced,
-the new files have other names than the old ones (`packed-00001-of-00017-2.safetensors`): the index says which of them count.
+While they are written they are in a folder of their own inside, `packed-unfinished-*`, and nobody else writes there. Where one
+is replaced, the new files have other names (`packed-00001-of-00017-2.safetensors`): the index says which of them count.
 
 Tensors are named as in the model (`model.layers.0.mlp.experts.gate_up_proj`). One that is packed is two of them: `NAME.blocks`,
 uint8 (experts, blocks, BLOCK_BYTES), and `NAME.escapes`, int64 (experts, 1 + most), see `memory/packing.py`. The header of each
@@ -30,7 +30,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
@@ -46,6 +46,7 @@ from safetensors.torch import save_file
 from ..workers import Workers
 from .checkpoint import StoredTensor, read_headers, read_metadata, runs
 from .packing import BLOCK, BLOCK_BYTES, PackedRows
+from .writers import hold
 
 __all__ = ["INDEX", "Index", "PackedFiles", "damaged_tensors", "is_packed", "read_index", "read_packed"]
 
@@ -117,6 +118,7 @@ class PackedFiles:
     Raises:
         FileExistsError: the folder holds an ordinary checkpoint.
         NotADirectoryError: it is a file.
+        BlockingIOError: somebody else is writing there.
         OSError: it can't be made.
     """
 
@@ -132,14 +134,18 @@ class PackedFiles:
         self._folder = folder
         self._made = [place for place in (folder, *folder.parents) if not place.exists()]
         self.replaces = (folder / INDEX).is_file()
+        self._held = ExitStack()
         try:
             with self.writing():
-                folder.mkdir(parents=True, exist_ok=True)
+                self._held = hold(folder)
+                # Nobody writes these any more.
                 for left in folder.glob(f"{_UNFINISHED}*"):
                     shutil.rmtree(left)
                 self.unfinished = Path(mkdtemp(dir=folder, prefix=_UNFINISHED))
-        except BaseException:
-            self._remove_made()
+        except BaseException as error:
+            if not isinstance(error, BlockingIOError):  # else what is there is another's
+                self._remove_made()
+            self._held.close()
             raise
         self._count = count
         self._files: dict[str, str] = {}
@@ -150,8 +156,9 @@ class PackedFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.unfinished, ignore_errors=True)
-        self._remove_made()
+        with self._held:
+            shutil.rmtree(self.unfinished, ignore_errors=True)
+            self._remove_made()
 
     def _remove_made(self) -> None:
         """Remove the folders that were made for this, if nothing is in them."""
@@ -164,15 +171,19 @@ class PackedFiles:
         """Whatever can't be written inside is an OSError that says where, and what to do."""
         try:
             yield
+        except BlockingIOError:  # says all of it
+            raise
         except (OSError, SafetensorError) as error:
             said = re.search(r"\(os error (\d+)\)", str(error))  # as safetensors says it
             number = int(said[1]) if said else getattr(error, "errno", None) or errno.EIO
-            raise OSError(
-                number,
-                f"The packed checkpoint can't be written to {self._folder}, and nothing of it is left there: {error}. Free "
-                "space or give another folder. It takes three quarters of the bytes of a model's weights, and where it "
-                "replaces one there has to be room for both.",
-            ) from error
+            why = (
+                "what was written of it has been removed meanwhile. Write it again, or to another folder."
+                if number == errno.ENOENT
+                else f"{error}. Free space or give another folder. It takes three quarters of the bytes of a model's weights, "
+                "and where it replaces one there has to be room for both."
+            )
+            what = f"The packed checkpoint can't be written to {self._folder}, and nothing of it is left there: {why}"
+            raise OSError(number, what) from error
 
     def _name(self) -> str:
         """Of the next file: one that no file has which is there already."""
@@ -196,7 +207,7 @@ class PackedFiles:
         }
         with self.writing():
             save_file(everything, self.unfinished / name, metadata)
-        self._headers[name] = _header_checksum(self.unfinished / name)
+            self._headers[name] = _header_checksum(self.unfinished / name)
         self._files |= dict.fromkeys(everything, name)
         nbytes = sum(tensor.nbytes for tensor in everything.values())
         self._nbytes += nbytes

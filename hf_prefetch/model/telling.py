@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from functools import cache
 from pathlib import Path
 
 from ..banks.bank import ExpertBank
@@ -47,12 +48,18 @@ def tell(scheduler: PrefetchScheduler, found: Discovery, homes: Homes, config: P
         )
     for home in set(homes.host.values()):
         if is_new and home.device.type == "cpu" and home.overlaps and not home.can_pin:
-            _log.warning(
-                "hf_prefetch: this computes on the CPU, so experts are 'sent' from its memory to its memory. Everything works "
-                "as it would on a GPU; nothing gets faster."
-            )
+            _tell_of_the_cpu()
         elif not home.overlaps:
             _log.warning("hf_prefetch: %s has no streams that torch can drive, so every bank is copied when needed.", home.name)
+
+
+@cache
+def _tell_of_the_cpu() -> None:
+    """Once in a process: it is about the machine, and not about the model."""
+    _log.warning(
+        "hf_prefetch: this computes on the CPU, so experts are 'sent' from its memory to its memory. Everything works as it "
+        "would on a GPU; nothing gets faster."
+    )
 
 
 def _why_unpacked(bank: ExpertBank) -> str:
