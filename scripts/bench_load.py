@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import convert_file_size_to_int
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.utils import cached_file
 
@@ -38,6 +37,7 @@ import hf_prefetch
 from bench_host import HostMemory, host_block
 from hf_prefetch.demo import demo_model_path
 from hf_prefetch.memory.checkpoint import read_headers
+from hf_prefetch.sizes import in_bytes
 
 __all__ = ["ARMS", "LAYOUTS", "experts_share", "files_of", "main", "make_checkpoint", "measure", "table"]
 
@@ -239,7 +239,7 @@ def _subjects(options: argparse.Namespace) -> Iterator[dict[str, str | Path]]:
     if options.model:
         yield {options.model: options.model}
         return
-    nbytes = convert_file_size_to_int(options.make)
+    nbytes = in_bytes(options.make)
     layouts = LAYOUTS if options.layout == "both" else (options.layout,)
     folder = Path(tempfile.mkdtemp(prefix="bench_load_", dir=options.folder))
     try:

@@ -33,12 +33,12 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import convert_file_size_to_int
 
 import hf_prefetch
 from bench_load import make_checkpoint
 from bench_memory_parts import ARMS, Parts, run_child
 from bench_memory_report import text
+from hf_prefetch.sizes import in_bytes
 
 Json = dict[str, Any]
 
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     def checkpoint(name: str, size: str) -> str | None:
         try:
-            made = make_checkpoint(folder / name, convert_file_size_to_int(size), "separate", shard_bytes=2**30)
+            made = make_checkpoint(folder / name, in_bytes(size), "separate", shard_bytes=2**30)
         except OSError as error:
             results[f"writing {size}"] = {"error": str(error)}
             note()
