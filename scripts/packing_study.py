@@ -126,7 +126,8 @@ def measure() -> Json:
 
 def render(text: str, results: Json) -> str:
     """The document with its table filled."""
-    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    begin = text.index(BEGIN) + len(BEGIN)
+    end = text.index(END, begin)
     kinds = list(next(iter(results["bits"].values())))
     rows = [[name, *(f"{bits[kind]:.2f}" for kind in kinds), CANDIDATES[name][1]] for name, bits in results["bits"].items()]
     return text[:begin] + "\n".join(grid(["bits a weight", *kinds, "a row by itself"], rows)) + "\n" + text[end:]

@@ -7,6 +7,7 @@ A test that takes `device` runs on the CPU stand-in and, where there is an accel
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -25,6 +26,9 @@ from models import PACKED
 from threads import all_end
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has started the tests in the background: what they send to themselves and to the command would be ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
