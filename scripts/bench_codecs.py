@@ -18,7 +18,6 @@ import importlib
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,12 +28,15 @@ import torch
 from bench_codecs_report import code_rows
 from bench_host import PinnedBlock
 from bench_models import describe_machine
+from bench_passes import timed
 from hf_prefetch.device.unpacking import unpack_rows
 from hf_prefetch.memory.packing import BLOCK, pack
 
 __all__ = ["main"]
 
 Json = dict[str, Any]
+# The bytes that a code makes of weights, and what undoes it.
+Coded = tuple[int, Callable[[], torch.Tensor]]
 
 LAYER_BYTES = 128 * 3 * 768 * 2048 * 2
 # nvCOMP's codes that are made for bytes like exponents, and what each is given besides.
@@ -49,20 +51,11 @@ NVCOMP: dict[str, Json] = {
 
 
 def seconds(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median time of an action, on the device where there is one. The first two do not count."""
-    times = []
-    for _ in range(2 + repeats):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+    """The median time of an action. The first two do not count."""
+    return statistics.median([timed(device, action)[0] for _ in range(2 + repeats)][2:])
 
 
-def own(weights: torch.Tensor) -> tuple[int, Callable[[], torch.Tensor]]:
+def own(weights: torch.Tensor) -> Coded:
     """`hf_prefetch.memory.packing`: the bytes that it makes of weights, and what undoes it."""
     packed, out = pack(weights.view(-1, min(weights.numel(), 128 * BLOCK))), torch.empty_like(weights)
 
@@ -90,7 +83,7 @@ def together(exponents: torch.Tensor, rests: torch.Tensor) -> torch.Tensor:
     return ((rests & 0x80) << 8 | exponents.to(torch.int16) << 7 | rests & 0x7F).view(torch.bfloat16)
 
 
-def nvcomp(weights: torch.Tensor, name: str) -> tuple[int, Callable[[], torch.Tensor]]:
+def nvcomp(weights: torch.Tensor, name: str) -> Coded:
     """The same of one of nvCOMP's codes.
 
     Raises:
@@ -116,9 +109,7 @@ def nvcomp(weights: torch.Tensor, name: str) -> tuple[int, Callable[[], torch.Te
     return int(coded.buffer_size) + (0 if rests is None else rests.numel()), undo
 
 
-def measure(
-    made: Callable[[], tuple[int, Callable[[], torch.Tensor]]], weights: torch.Tensor, repeats: int, link: float
-) -> Json:
+def measure(made: Callable[[], Coded], weights: torch.Tensor, repeats: int, link: float) -> Json:
     """One code: its rate, its speed, and whether all bits came back."""
     nbytes, undo = made()
     same = torch.equal(undo().view(torch.int16), weights.view(torch.int16))
@@ -133,9 +124,7 @@ def measure(
     }
 
 
-def attempt(
-    made: Callable[[], tuple[int, Callable[[], torch.Tensor]]], weights: torch.Tensor, repeats: int, link: float
-) -> Json:
+def attempt(made: Callable[[], Coded], weights: torch.Tensor, repeats: int, link: float) -> Json:
     """The same, or why it did not run: that must not keep others from it."""
     try:
         return measure(made, weights, repeats, link)
@@ -173,9 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "link_gb_per_s": link / 1e9,
         "codes": {},
     }
-    arms: dict[str, Callable[[], tuple[int, Callable[[], torch.Tensor]]]] = {
-        "4 bits, escapes listed (chosen)": lambda: own(weights)
-    }
+    arms: dict[str, Callable[[], Coded]] = {"4 bits, escapes listed (chosen)": lambda: own(weights)}
     arms |= {f"nvCOMP {name}": lambda name=name: nvcomp(weights, name) for name in NVCOMP}  # type: ignore[misc]
     results["codes"] = {name: attempt(made, weights, options.repeats, link) for name, made in arms.items()}
     head, rows = code_rows(results)
