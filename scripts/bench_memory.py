@@ -103,6 +103,15 @@ def machine(device: str | None) -> Json:
     }
 
 
+def without_folder(arguments: list[str]) -> list[str]:
+    """What can be published of the arguments: not where files are on the machine."""
+    kept = [argument for argument in arguments if not argument.startswith("--folder=")]
+    if "--folder" in kept:
+        at = kept.index("--folder")
+        del kept[at : at + 2]
+    return kept
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure, write the results, print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,9 +130,8 @@ def main(arguments: list[str] | None = None) -> None:
         run_child(*json.loads(options.child))
         return
     begin = time.perf_counter()
-    given = sys.argv[1:] if arguments is None else arguments
     results: Json = {
-        "command": " ".join(["bench_memory.py", *given]),
+        "command": " ".join(["bench_memory.py", *without_folder(sys.argv[1:] if arguments is None else arguments)]),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine(options.device),
         "load": [],

@@ -89,6 +89,9 @@ def test_what_fails_stops_nothing_else(
     assert [left[0] for name, left in begun[1:-1]] == names[::2]
     assert begun[-1] == ("load",)
     found = json.loads(out.read_text())
+    # Where it was done is nobody's business.
+    assert found["command"] == f"bench_memory.py --out {out} --device cpu --rounds 2"
+    assert scripts.memory.without_folder(["--folder=there", "--make", "2GB", "--folder", "there"]) == ["--make", "2GB"]
     # The last one's process dies when it has told all of it.
     assert list(found["arms"]) == [*names, "their end"]
     assert ["error" in arm for arm in found["arms"].values()] == [bool(number % 2) for number in range(len(names) + 1)]
