@@ -34,14 +34,16 @@ from .command.cli_options import (
     PinMemory,
     Slots,
     TrustRemoteCode,
+    bad_option,
     config_of,
     numbers,
     one_line,
     path_of,
     refusing,
 )  # fmt: skip
-from .command.pretrained import files_of, load_enabled, load_model, load_tokenizer, most_tokens
+from .command.pretrained import DEMO, files_of, load_enabled, load_model, load_tokenizer, most_tokens
 from .config import DEFAULT_SLOTS
+from .demo import DEMO_PROMPT
 from .memory.packed_files import is_packed
 from .streams import stream_device
 
@@ -80,7 +82,7 @@ def _before_any_command(
 @app.command()
 def generate(
     model: ModelName,
-    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.", show_default=f"for {DEMO}: {DEMO_PROMPT}")] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(help="A file with the text to continue; - is standard input.", parser=path_of, metavar="PATH"),
@@ -102,6 +104,8 @@ def generate(
     if hasattr(sys.stdout, "reconfigure"):
         # A terminal that can't show a character shows another, rather than losing the text.
         sys.stdout.reconfigure(errors="replace")
+    if model == DEMO and prompt is None and prompt_file is None:
+        prompt = DEMO_PROMPT
     text = _prompt_text(prompt, prompt_file)
     options = {"n_cpu_moe": n_cpu_moe, "gpu_memory": gpu_memory, "expert_cache": expert_cache, "pin_memory": pin_memory}
     files = {"host_memory": host_memory, "offload_folder": offload_folder}
@@ -148,7 +152,7 @@ def bench(
     options = {"n_cpu_moe": n_cpu_moe, "gpu_memory": gpu_memory, "expert_cache": expert_cache, "pin_memory": pin_memory}
     config, home = config_of(prefetch_experts_slots, pack=pack, **options), stream_device(device)
     if json_file is not None and not json_file.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {json_file.parent}", param_hint="--json")
+        raise bad_option("--json", f"there is no folder {json_file.parent}")
     lengths = sorted({int(word) for word in prompt_lengths.split(",")})
     if config.pack is None and is_packed(Path(model).expanduser()):
         # Off it is measured unpacked, and on as `generate` runs it.
@@ -156,9 +160,7 @@ def bench(
     subject = load_model(model, trust_remote_code=trust_remote_code)
     most = most_tokens(subject.config)
     if most is not None and lengths[-1] + decode_tokens > most:
-        raise typer.BadParameter(
-            f"{model} takes {most:,} tokens at most, prompt and decode together", param_hint="--prompt-lengths"
-        )
+        raise bad_option("--prompt-lengths", f"{model} takes {most:,} tokens at most, prompt and decode together")
     run = Bench(subject, config, home, repeats=repeats)
     run.run(lengths, decode_tokens, _say)
     print(run)
@@ -180,7 +182,7 @@ def pack(
     from .command.verification import verify as check
 
     if not verify and out is None:
-        raise typer.BadParameter("give --verify to see what it would do, --out FOLDER to write it, or both", param_hint="--out")
+        raise bad_option("--out", "give --verify to see what it would do, --out FOLDER to write it, or both")
     home, folder = stream_device(device), files_of(model)
     if verify:
         found = check(folder, model, home.device)

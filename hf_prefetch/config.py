@@ -46,7 +46,7 @@ class PrefetchConfig:
         progress: show a progress bar while weights are moved; None shows one only where somebody would see it.
 
     Raises:
-        TypeError: `slots` is not an integer (a bool or a string is not one), or `pack` or `progress` is not a bool.
+        TypeError: a value of another kind: `slots` is not an integer (a bool or a string is not one), for example.
         ValueError: a value outside its range; the message says why.
     """
 
@@ -115,7 +115,8 @@ class PrefetchConfig:
         if self.offload_folder is not None and self.host_memory is None:
             raise ValueError("offload_folder is for experts beyond host_memory, which is not given. Give both or none.")
         if self.pack is not None and self.pack != "auto" and not isinstance(self.pack, bool):
-            raise TypeError(f'pack must be True, False, "auto" or None, got {self.pack!r}.')
+            kind = ValueError if isinstance(self.pack, str) else TypeError
+            raise kind(f'pack must be True, False, "auto" or None, got {self.pack!r}.')
         if self.progress is not None and not isinstance(self.progress, bool):
             raise TypeError(f"progress must be True, False or None, got {self.progress!r}.")
 
@@ -161,7 +162,9 @@ def _size_or_share(value: object) -> int | float:
 
 def _size_in_bytes(size: object, name: str, least: int = 1) -> int:
     if isinstance(size, bool) or not isinstance(size, str | Integral):
-        raise TypeError(f'{name} must be bytes or a size such as "20GiB", got {size!r} of type {type(size).__name__}.')
+        share = ", or a share of gpu_memory such as 0.5" if name == "expert_cache" else ""
+        kind = type(size).__name__
+        raise TypeError(f'{name} must be bytes or a size such as "20GiB"{share}, got {size!r} of type {kind}.')
     try:
         nbytes = in_bytes(size) if isinstance(size, str) else int(size)
         # Shares of it are computed, so a number too large for that is no size, however many digits an int may have.

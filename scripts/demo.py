@@ -24,9 +24,7 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.utils import logging
 
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
-from hf_prefetch.demo import load_demo_model, load_demo_tokenizer, make_recall_prompts, recall_score
-
-PROMPT = "And it came to pass in those days, that"
+from hf_prefetch.demo import DEMO_PROMPT, load_demo_model, load_demo_tokenizer, make_recall_prompts, recall_score
 
 
 def heading(text: str) -> None:
@@ -40,7 +38,7 @@ class Arm:
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, new_tokens: int) -> None:
         self.name = name
         prompts = make_recall_prompts(20, seed=0, tokens=600, tokenizer=tokenizer)
-        inputs = tokenizer(PROMPT, return_tensors="pt").to(model.device)
+        inputs = tokenizer(DEMO_PROMPT, return_tensors="pt").to(model.device)
         long = tokenizer(prompts[0].prompt, return_tensors="pt").to(model.device)
         assert isinstance(model, GenerationMixin)
         with torch.inference_mode():

@@ -22,12 +22,12 @@ import hf_prefetch
 from hf_prefetch import __version__
 from hf_prefetch.cli import _streamer, main
 from hf_prefetch.command.pretrained import load_model, most_tokens
+from hf_prefetch.demo import DEMO_PROMPT as PROMPT
 from hf_prefetch.demo import demo_model_path, load_demo_model, load_demo_tokenizer
 from hf_prefetch.memory.packing import unpack
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "hf_prefetch"]
-PROMPT = "And it came to pass in those days, that"
 ON_CPU = ["--device", "cpu"]
 # Logged once where experts travel from the CPU to the CPU.
 STAND_IN = "hf_prefetch: this computes on the CPU"
@@ -109,6 +109,23 @@ def test_a_prompt_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == expected
 
 
+def test_the_demonstration_model_has_a_prompt_of_its_own(capsys: pytest.CaptureFixture[str], expected: str) -> None:
+    assert main(["generate", "demo", "--max-new-tokens", "20", *ON_CPU]) == 0
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize("config", ["{}", "[]"])
+def test_a_config_that_names_no_model(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(config)
+    folder = str(tmp_path)
+    for command in (["generate", folder, "--prompt", "x"], ["bench", folder], ["pack", folder, "--verify"]):
+        assert main([*command, *ON_CPU]) == 1
+        assert "config.json has no model_type" in complaint(capsys.readouterr().err)
+    (tmp_path / "config.json").write_text("{")
+    assert main(["generate", folder, "--prompt", "x", *ON_CPU]) == 1
+    assert "not a valid JSON" in complaint(capsys.readouterr().err)
+
+
 def test_bench_prints_a_table_and_writes_the_numbers(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     lengths = ["--prompt-lengths", "48,12", "--decode-tokens", "2", "--repeats", "1"]
@@ -179,7 +196,7 @@ GENERATE = ["generate", "demo", "--prompt", "x"]
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        pytest.param(["generate", "demo"], 2, "--prompt", id="no prompt"),
+        pytest.param(["generate", "./nowhere"], 2, "--prompt", id="no prompt"),
         pytest.param([*GENERATE, "--prompt-file", "-"], 2, "--prompt", id="two prompts"),
         pytest.param(["generate", "demo", "--prompt", ""], 2, "is empty", id="an empty prompt"),
         pytest.param(["generate", "demo", "--prompt-file", "nowhere.txt"], 2, "nowhere.txt", id="no prompt file"),
@@ -209,6 +226,9 @@ GENERATE = ["generate", "demo", "--prompt", "x"]
         pytest.param(
             [*GENERATE, "--host-memory", "0", "--offload-folder", ""], 2, "'--offload-folder': the", id="an empty folder"
         ),
+        pytest.param([*GENERATE, "--pack", "maybe"], 2, "'--pack': 'maybe' is none of auto, true", id="no way to pack"),
+        pytest.param([*GENERATE, "--pack", "true", "--host-memory", "0"], 2, "'--pack': pack=True", id="no memory to pack in"),
+        pytest.param(["bench", "demo", "--prompt-lengths", "5000"], 2, "'--prompt-lengths': demo takes", id="a long prompt"),
         pytest.param(["bench"], 2, "model", id="no model"),
         pytest.param(["sing"], 2, "sing", id="no such command"),
     ],

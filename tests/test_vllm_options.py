@@ -47,7 +47,7 @@ def test_options_are_those_of_the_other_floor() -> None:
         pytest.param({"slots": "3"}, TypeError, ["slots must be an int"], id="text"),
         pytest.param({"slots": 3, "gpu_memory": "lots"}, ValueError, ["gpu_memory='lots' is no size"], id="size"),
         pytest.param({"expert_cache": 0.5}, ValueError, ["share of gpu_memory, which is not given"], id="share of nothing"),
-        pytest.param({"pack": "yes"}, TypeError, ["pack must be True, False"], id="pack"),
+        pytest.param({"pack": "yes"}, ValueError, ["pack must be True, False"], id="pack"),
         pytest.param(3, TypeError, ["must be a dict of options", "int"], id="no dict"),
         pytest.param("slots=3", TypeError, ["must be a dict of options"], id="a text"),
     ],

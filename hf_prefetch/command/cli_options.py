@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from ..streams import stream_device
 
 __all__ = [
     "Device", "ExpertCache", "GpuMemory", "HostMemory", "ModelName", "NCpuMoe", "OffloadFolder", "Pack", "PinMemory", "Slots",
-    "TrustRemoteCode", "config_of", "numbers", "one_line", "path_of", "refusing",
+    "TrustRemoteCode", "bad_option", "config_of", "numbers", "one_line", "path_of", "refusing",
 ]  # fmt: skip
 
 
@@ -32,7 +31,12 @@ def refusing(*errors: type[Exception], option: str | None = None) -> Iterator[No
     try:
         yield
     except errors as error:
-        raise typer.BadParameter(one_line(error), param_hint=option) from error
+        raise bad_option(option, one_line(error)) from error
+
+
+def bad_option(option: str | None, why: str) -> typer.BadParameter:
+    """The error that says of an option, by its name, why it can't be."""
+    return typer.BadParameter(why, param_hint=None if option is None else [option])
 
 
 def _check_slots(value: int) -> int:
@@ -122,26 +126,26 @@ ExpertCache = Annotated[
 ]
 
 
-class Packing(str, Enum):
-    """When to pack."""
+_PACKS = {None: None, "auto": "auto", "true": True, "false": False}
 
-    AUTO = "auto"
-    TRUE = "true"
-    FALSE = "false"
+
+def _check_pack(value: str | None) -> str | None:
+    value = None if value is None else value.lower()
+    if value not in _PACKS:
+        raise typer.BadParameter(f"{value!r} is none of auto, true and false")
+    return value
 
 
 Pack = Annotated[
-    Packing | None,
+    str | None,
     typer.Option(
         "--pack",
-        case_sensitive=False,
+        callback=_check_pack,
+        metavar="[auto|true|false]",
         help="Keep bfloat16 experts in three quarters of their bytes, without the loss of a bit; auto: where it is faster. If "
         "not given they stay as the checkpoint has them.",
     ),
 ]
-
-
-_PACKS = {None: None, Packing.AUTO: "auto", Packing.TRUE: True, Packing.FALSE: False}
 
 
 PinMemory = Annotated[
@@ -179,7 +183,7 @@ TrustRemoteCode = Annotated[
 ]
 
 
-def config_of(slots: int, *, pack: Packing | None, **options: Any) -> PrefetchConfig:
+def config_of(slots: int, *, pack: str | None, **options: Any) -> PrefetchConfig:
     """What the options of a command ask for.
 
     Raises:

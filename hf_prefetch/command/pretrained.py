@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -87,6 +88,8 @@ def _load(name: str, load: Callable[[str], Loaded]) -> Loaded:
         if not (path / "config.json").is_file():
             what = "a folder without config.json" if path.is_dir() else "a file"
             raise FileNotFoundError(f"{name} is {what}; give the folder that holds a checkpoint")
+        if not _names_a_model(path / "config.json"):
+            raise ValueError(f"{path / 'config.json'} has no model_type, so nobody knows what model it is of")
         _say_less()
         return load(str(path))
     try:
@@ -95,6 +98,15 @@ def _load(name: str, load: Callable[[str], Loaded]) -> Loaded:
         return load(name)
     except (OSError, ValueError) as error:
         _explain(name, error)
+
+
+def _names_a_model(config: Path) -> bool:
+    """Whether a config says what it is of. What can't be read has an error of its own."""
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+    return isinstance(found, dict) and any(found.get(key) for key in ("model_type", "auto_map", "architectures"))
 
 
 def _explain(name: str, error: Exception) -> NoReturn:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
+    "DEMO_PROMPT",
     "RecallPrompt",
     "RecallResult",
     "demo_model_path",
@@ -24,6 +25,9 @@ __all__ = [
     "make_recall_prompts",
     "recall_score",
 ]
+
+# A beginning that the model has a lot to say to.
+DEMO_PROMPT = "And it came to pass in those days, that"
 
 
 def demo_model_path() -> str:

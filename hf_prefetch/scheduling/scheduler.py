@@ -79,6 +79,9 @@ class PrefetchScheduler(NeverCopied):
         self._is_leased = False
         self.is_new = True
 
+    def __repr__(self) -> str:
+        return f"<expert prefetching: {len(self.banks)} layers, {self.config.slots} slots; report() says what it did>"
+
     # -- the three verbs ------------------------------------------------------------------------------------------
 
     def prefetch(self, bank: ExpertBank) -> bool:
