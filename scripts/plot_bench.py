@@ -89,8 +89,8 @@ def figure(results: Json, title: str, height: float = 4.2) -> tuple[Figure, Axes
 
 
 def words(tokens: float) -> str:
-    """200, 2k, 32k."""
-    return f"{tokens / 1024:.3g}k" if tokens >= 1000 else f"{tokens:.0f}"
+    """200, 2k, 32k; 1,000 is none of 1,024."""
+    return f"{tokens / 1024:.0f}k" if tokens and tokens % 1024 == 0 else f"{tokens:,.0f}"
 
 
 # -- against prompt length ----------------------------------------------------------------------------------------------

@@ -55,7 +55,12 @@ def arm_title(name: str) -> str:
 def model_line(results: Json) -> str:
     """Model, layers and bytes."""
     model = results["model"]
-    return f"{model['name']}, {model['layers']} layers, {model['dtype']}, {model['bank_bytes'] / 1e9:,.1f} GB of experts"
+    return f"{model['name']}, {model['layers']} layers, {model['dtype']}, {size(model['bank_bytes'], 1)} of experts"
+
+
+def size(nbytes: int, digits: int = 3) -> str:
+    """In GB, with so many digits behind the point; in MB where there is less than one."""
+    return f"{nbytes / 1e9:,.{digits}f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
 
 
 def machine_line(results: Json) -> str:

@@ -23,7 +23,7 @@ import bench_codecs_report
 import bench_decode_report
 import bench_memory_report
 from bench_table import equality_word
-from published import IMAGES, MAIN_ARM, image_name, machine_line, model_line, read
+from published import IMAGES, MAIN_ARM, image_name, machine_line, model_line, read, size
 
 Json = dict[str, Any]
 
@@ -154,7 +154,7 @@ def full_table(results: Json, images: list[str]) -> str:
     if model.get("routing"):
         weights += f", routing `{model['routing']}`"
     lines = [
-        f"- {model_line(results)}, {weights}; the largest layer's experts are {model['largest_bank_bytes'] / 1e9:,.3f} GB",
+        f"- {model_line(results)}, {weights}; the largest layer's experts are {size(model['largest_bank_bytes'])}",
         f"- {machine_line(results)}",
     ]
     if link.get("limit_seconds"):
