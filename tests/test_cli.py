@@ -118,7 +118,7 @@ def test_the_demonstration_model_has_a_prompt_of_its_own(capsys: pytest.CaptureF
 def test_a_config_that_names_no_model(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(config)
     folder = str(tmp_path)
-    for command in (["generate", folder, "--prompt", "x"], ["bench", folder], ["pack", folder, "--verify"]):
+    for command in (["generate", folder, "--prompt", "x"], ["bench", folder]):
         assert main([*command, *ON_CPU]) == 1
         assert "config.json has no model_type" in complaint(capsys.readouterr().err)
     (tmp_path / "config.json").write_text("{")

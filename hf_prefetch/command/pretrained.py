@@ -71,7 +71,7 @@ def files_of(name: str) -> Path:
     def folder(path: str) -> Path:
         return Path(path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
 
-    return _load(name, folder)
+    return _load(name, folder, names_a_model=False)
 
 
 def most_tokens(config: Any) -> int | None:
@@ -80,7 +80,8 @@ def most_tokens(config: Any) -> int | None:
     return most if isinstance(most, int) else None
 
 
-def _load(name: str, load: Callable[[str], Loaded]) -> Loaded:
+def _load(name: str, load: Callable[[str], Loaded], *, names_a_model: bool = True) -> Loaded:
+    """`names_a_model`: whether its config has to say what model it is of; files can be looked at without."""
     if not name.strip():
         raise FileNotFoundError("the name of the model is empty")
     path = Path(demo_model_path() if name == DEMO else name).expanduser()
@@ -88,7 +89,7 @@ def _load(name: str, load: Callable[[str], Loaded]) -> Loaded:
         if not (path / "config.json").is_file():
             what = "a folder without config.json" if path.is_dir() else "a file"
             raise FileNotFoundError(f"{name} is {what}; give the folder that holds a checkpoint")
-        if not _names_a_model(path / "config.json"):
+        if names_a_model and not _names_a_model(path / "config.json"):
             raise ValueError(f"{path / 'config.json'} has no model_type, so nobody knows what model it is of")
         _say_less()
         return load(str(path))
