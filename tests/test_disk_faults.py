@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
 import random
@@ -347,14 +348,36 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
     names = [writing._new_name(written, name) for _ in range(2)]
     left, (begun, busy) = written / f"{name}-left.tmp", [(file, writing._new_file(file)) for file in names]
     left.write_bytes(b"half of it")
+    empty = written / f"{name}-empty.tmp"
+    empty.touch()
     busy[1].write(b"half of it")
     other = written / "mine.tmp"
     other.write_bytes(b"somebody else's")
     load(folder, dtype="bfloat16", offload_folder=written)
     assert not left.exists()
+    assert not empty.exists()
     assert all(file.exists() for file in (begun[0], busy[0], other))
     begun[1].close()
     busy[1].close()
+
+
+def test_a_file_that_is_taken_for_remains_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its maker makes it again."""
+    file, lock, taken = writing._new_name(tmp_path, "experts"), fcntl.flock, []
+
+    def too_late(descriptor: int, how: int) -> None:
+        if not taken:
+            taken.append(descriptor)
+            writing._remove_remains(tmp_path / "experts.safetensors")
+            assert not file.exists()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(writing.fcntl, "flock", too_late)
+    with writing._new_file(file) as stream:
+        assert taken
+        assert os.path.samestat(os.fstat(stream.fileno()), file.stat())
+        writing._remove_remains(tmp_path / "experts.safetensors")
+        assert file.exists()
 
 
 # -- where and by whom --------------------------------------------------------------------------------------------

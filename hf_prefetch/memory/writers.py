@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-__all__ = ["hold"]
+__all__ = ["hold", "is_at"]
 
 try:
     import fcntl
@@ -47,14 +47,14 @@ def hold(folder: Path) -> ExitStack:
             break
         # A child that was forked meanwhile has the descriptor as well, and may outlive the writing.
         held.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
-        if _is_at(descriptor, folder) or not tries_left:
+        if is_at(descriptor, folder) or not tries_left:
             break
         held.close()
     return held
 
 
-def _is_at(descriptor: int, folder: Path) -> bool:
-    """Whether it is this folder that was opened: whoever held it before may have removed it as it was let go."""
+def is_at(descriptor: int, folder: Path) -> bool:
+    """Whether it is this folder, or file, that was opened: somebody else may have removed it before it was held."""
     try:
         return os.path.samestat(os.fstat(descriptor), folder.stat())
     except FileNotFoundError:

@@ -22,6 +22,7 @@ from ..sizes import shown
 from .checkpoint import StoredTensor, header_of, read_headers, read_metadata
 from .deferred import Recipe, Stored, stored_in
 from .disk import Checksum, Extent, FileSource, extents_of
+from .writers import is_at
 
 __all__ = ["check_folder", "write_bank"]
 
@@ -163,10 +164,14 @@ def _new_name(folder: Path, name: str) -> Path:
 def _new_file(file: Path) -> FileIO:
     """Make and open it. Whoever writes there holds a lock on it from before the first byte on."""
     stream = FileIO(file, "x+")
-    file.chmod(0o600)
     if fcntl is not None:
         with suppress(OSError):
             fcntl.flock(stream.fileno(), fcntl.LOCK_EX)
+        if not is_at(stream.fileno(), file):
+            # Between the two somebody took it for one that was left behind.
+            stream.close()
+            return _new_file(file)
+    file.chmod(0o600)
     return stream
 
 
@@ -193,9 +198,8 @@ def _remove_remains(file: Path) -> None:
     """Remove what processes have left behind that were killed while they wrote a file."""
     for remains in file.parent.glob(f"{glob.escape(file.stem)}-*{_UNFINISHED}") if fcntl is not None else ():
         with suppress(OSError), FileIO(remains, "r+") as stream:
-            if os.fstat(stream.fileno()).st_size:
-                fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if somebody still writes there
-                remains.unlink()
+            fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if somebody still writes there
+            remains.unlink()
 
 
 def _extents_in(stored: Mapping[str, StoredTensor], layout: BankLayout) -> list[Extent]:
