@@ -16,7 +16,8 @@ from .banks.bank import ExpertBank
 from .config import DEFAULT_SLOTS, PrefetchConfig
 from .discovery import find_banks
 from .hooks import ExpertPrefetchHook, announce, attach, detach
-from .memory.store import HostStore, Load, copy_value
+from .memory.store import HostStore
+from .memory.values import Load, copy_value
 from .model.enabled import Enabled, between_calls, enabled_on, forget, free_orphans, refuse_foreign, remember
 from .model.ending import end_with
 from .model.gate import behind_gate, busy
@@ -221,7 +222,7 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
         unpack_bank(bank, load)
         placement.send(bank.parameters.values(), home.device)
     host: dict[ExpertBank, StreamDevice] = {}
-    with _bar(banks, "experts to host memory", config, load) as bar:
+    with _bar(banks, "experts to host memory", config, load) as bar, store.one_after_the_other():
         for found, home in homes.host.items():
             for module in found.owners:
                 undo.add(taken[module].give_back)

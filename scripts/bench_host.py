@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -16,9 +17,14 @@ __all__ = ["HostMemory", "PinnedBlock", "empty_host_cache", "host_block"]
 
 
 class HostMemory:
-    """Host memory that belongs to this process: anonymous and shared pages, not files that are mapped."""
+    """Host memory that belongs to this process: anonymous and shared pages, not files that are mapped.
+
+    Pages of files in memory that are open count, whether they are mapped or not: those that are count twice, so this is never
+    less than is held, and somewhat more while such a file is being mapped.
+    """
 
     STATUS = Path("/proc/self/status")
+    FILES = Path("/proc/self/fd")
 
     @classmethod
     def now(cls) -> int | None:
@@ -28,7 +34,16 @@ class HostMemory:
         except OSError:
             return None
         names = ("RssAnon", "RssShmem") if "RssAnon" in fields else ("VmRSS",)
-        return sum(int(fields.get(name, 0)) for name in names) * 1024 or None
+        return sum(int(fields.get(name, 0)) for name in names) * 1024 + cls._in_files() or None
+
+    @classmethod
+    def _in_files(cls) -> int:
+        nbytes = 0
+        for link in cls.FILES.iterdir() if cls.FILES.exists() else ():
+            with suppress(OSError):  # closed meanwhile
+                if os.readlink(link).startswith("/memfd:"):
+                    nbytes += os.stat(link).st_blocks * 512
+        return nbytes
 
     @classmethod
     def during(cls, action: Callable[[], Any]) -> dict[str, int | None]:

@@ -12,6 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from bench_files import evict, read_all, read_by_threads
 from bench_host import HostMemory
 from bench_load import experts_share, files_of
 from hf_prefetch.demo import demo_model_path
-from hf_prefetch.memory.pages import SEGMENT
+from hf_prefetch.memory.pages import SEGMENT, bytes_of
 from hf_prefetch.memory.pinned import Arena
 from hf_prefetch.streams import stream_device
 
@@ -223,21 +224,32 @@ def read_in_each_way(files: list[Path], rates: Json) -> None:
 def arenas(nbytes: int, device: str | None) -> Json:
     """How fast memory of a bank's size comes, is filled and is page-locked, one after the other. Bytes a second.
 
-    In segments, as it is taken for banks, and as one shared mapping.
+    In segments whose pages come by writing, as it is taken for banks; in segments and as one shared mapping, brought in before.
     """
     found: Json
     home, source, found = stream_device(device), torch.ones(nbytes, dtype=torch.uint8), {}
-    for kind, segment in {"in segments": SEGMENT, "as one": None}.items():
-        seconds: dict[str, float] = dict.fromkeys(("touch", "lock", "fill"), 0.0)
+    kinds: dict[str, Json] = {
+        "in segments, by writing": {"segment": SEGMENT, "written": True},
+        "in segments": {"segment": SEGMENT},
+        "as one": {"segment": None},
+    }
+    for kind, options in kinds.items():
+        seconds: dict[str, float] = dict.fromkeys(("touch", "fill", "map", "lock"), 0.0)
         kept, refusal = [], None
         for _ in range(_ARENAS):
-            arena = Arena(nbytes, segment=segment)
+            arena = Arena(nbytes, **options)
             kept.append(arena)
-            seconds["touch"] += timed(arena.touch)[0]
+            if not arena.comes_by_put:
+                seconds["touch"] += timed(arena.touch)[0]
+            put = (
+                partial(arena.put, arena.block, bytes_of(source)) if arena.comes_by_put else partial(arena.block.copy_, source)
+            )
+            seconds["fill"] += timed(put)[0]
+            if arena.comes_by_put:
+                seconds["map"] += timed(arena.settle)[0]
             if home.can_pin:
-                took, refusal = timed(lambda: arena.pin(home))  # noqa: B023 - it runs at once
+                took, refusal = timed(partial(arena.pin, home))
                 seconds["lock"] += took
-            seconds["fill"] += timed(lambda: arena.block.copy_(source))[0]  # noqa: B023
         for arena in kept:
             arena.unpin()
         found[kind] = {name: _ARENAS * nbytes / time for name, time in seconds.items() if time}

@@ -94,7 +94,7 @@ def read_rows(results: Json) -> tuple[list[str], list[list[str]]]:
     for name, rates in disk.get("by_threads", {}).items():
         rows.append([f"reads by threads: {name}", _rates(rates)])
     for kind, parts in disk.get("arenas", {}).items():
-        for name, title in {"touch": "bringing in", "lock": "page-locking", "fill": "writing to"}.items():
+        for name, title in {"touch": "bringing in", "fill": "writing to", "map": "mapping", "lock": "page-locking"}.items():
             if parts.get(name):
                 rows.append([f"{title} shared memory {kind}", f"{parts[name] / 1e9:.1f}"])
         if parts.get("refusal"):

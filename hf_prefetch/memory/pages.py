@@ -6,6 +6,11 @@ Everything here makes memory come faster or lie nearer; where the system has no 
 Pages of shared memory belong to a file without a name, and whoever brings one in locks that file: sixteen threads are hardly
 faster than one. So a block is many such files side by side in one range of addresses, and each thread brings in its own. Huge
 pages, where the system gives them to shared memory, make that a matter of a few faults.
+
+[Note: pages that come by writing]
+Bringing in a page is a fault and 4 KiB of zeros, which are overwritten next. Whoever knows what the memory is to hold writes it
+into the files instead: pages come with their bytes, without either, at twice the speed, and several threads need nothing of the
+process for that, so that page-locking of other memory goes on beside it. In the end the pages that are there are mapped.
 """
 
 from __future__ import annotations
@@ -14,25 +19,39 @@ import ctypes
 import mmap
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..workers import Workers
 
-__all__ = ["SEGMENT", "Pages", "give_back_freed", "node_of"]
+__all__ = ["SEGMENT", "Pages", "Put", "bytes_of", "give_back_freed", "node_of"]
+
+# Brings bytes into the memory of a dense tensor.
+Put = Callable[[torch.Tensor, memoryview], None]
 
 # Linux's numbers, the same on x86-64 and arm64 but for the call, which libc has no function for.
 _MAP_FIXED = 0x10
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _HUGE = 2 * 2**20
 SEGMENT = 16 * _HUGE
 _MOST_THREADS = 16
+# Files that a block has open while it is written to; in a large one they are longer.
+_MOST_FILES = 64
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type] # an ndarray is a Buffer
 
 
 class Pages:
@@ -43,16 +62,24 @@ class Pages:
         shared: whether forked processes share it; else a child that writes there writes to a copy.
         segment: bytes of each of the files that shared memory consists of; None for one file.
         node: the node of NUMA memory that it should come from, if it matters.
+        written: whether all of it is going to be written by `write`; then its files are open until `settle` or `close`.
 
     Attributes:
         mapped: bytes of whole pages.
         buffer: the memory, from its first byte on. It lives as long as anything refers to this.
     """
 
-    def __init__(self, nbytes: int, *, shared: bool, segment: int | None = SEGMENT, node: int | None = None) -> None:
+    def __init__(
+        self, nbytes: int, *, shared: bool, segment: int | None = SEGMENT, node: int | None = None, written: bool = False
+    ) -> None:
         self.mapped = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._segment = segment or self.mapped
+        self._files: list[FileIO] = []
         if shared and segment is not None and self.mapped > segment and _libc() is not None:
-            self.buffer, self.offset = _segments(self.mapped, segment)
+            self._segment = segment * max(1, -(-self.mapped // (_MOST_FILES * segment)))
+            sizes = [min(self._segment, self.mapped - begin) for begin in range(0, self.mapped, self._segment)]
+            self._files = _files(sizes) if written and not _is_huge_if_advised() else []
+            self.buffer, self.offset = _side_by_side(sizes, self._files)
         else:
             self.buffer, self.offset = mmap.mmap(-1, self.mapped) if shared else _private(self.mapped), 0
         if shared:
@@ -63,36 +90,127 @@ class Pages:
         if node is not None:
             _prefer(self.block.data_ptr(), self.mapped, node)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there are files that `write` writes to."""
+        return bool(self._files)
+
     def touch(self) -> None:
         """Bring all pages in, on several threads."""
         address, libc = self.block.data_ptr(), _libc()
-        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1
         if libc is not None and self.mapped > SEGMENT:
 
             def bring(begin: int) -> bool:
                 nbytes = min(SEGMENT, self.mapped - begin)
                 return int(libc.madvise(address + begin, nbytes, _MADV_POPULATE_WRITE)) == 0
 
-            with Workers(threads) as workers:
+            with Workers(_threads()) as workers:
                 if all(workers.map(bring, range(0, self.mapped, SEGMENT))):
                     return
         with torch.inference_mode(False):
             self.block.fill_(0)
 
+    def write(self, begin: int, source: memoryview) -> None:
+        """Put bytes there, from `begin` on; on several threads if they are many. From whatever thread.
 
-def _segments(nbytes: int, segment: int) -> tuple[mmap.mmap, int]:
-    """A range of addresses with shared memory in segments, and where in it that begins: at the start of a huge page."""
+        Raises:
+            OSError: the system has no memory for it.
+        """
+        if self._files:
+            self._spread(_write, list(self._spans(begin, source)))
+            return
+        np.copyto(self.block[begin : begin + len(source)].numpy(), np.frombuffer(source, dtype=np.uint8))
+
+    def settle(self) -> None:
+        """Map all pages, once everything is written, and close the files."""
+        address, libc = self.block.data_ptr(), _libc()
+
+        def bring(number: int, file: FileIO) -> None:
+            begin = number * self._segment
+            # Where it fails, pages are mapped when they are needed.
+            libc.madvise(address + begin, min(self._segment, self.mapped - begin), _MADV_POPULATE_READ)
+            file.close()
+
+        self._spread(bring, list(enumerate(self._files)))
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. The memory stays. Nobody may be writing. Idempotent."""
+        files, self._files = self._files, []
+        for file in files:
+            file.close()
+
+    def _spread(self, act: Callable[..., None], calls: list[tuple[Any, ...]]) -> None:
+        """Make calls on as many threads as help; one alone right here."""
+        if len(calls) <= 1:
+            for call in calls:
+                act(*call)
+            return
+        with Workers(min(_threads(), len(calls))) as workers:
+            workers.map(lambda call: act(*call), calls)
+
+    def _spans(self, begin: int, source: memoryview) -> Iterator[tuple[FileIO, int, memoryview]]:
+        """Which bytes go to which file, and where in it."""
+        done = 0
+        while done < len(source):
+            number, at = divmod(begin + done, self._segment)
+            count = min(self._segment - at, len(source) - done)
+            yield self._files[number], at, source[done : done + count]
+            done += count
+
+
+def _threads() -> int:
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1
+
+
+def _write(file: FileIO, at: int, source: memoryview) -> None:
+    done = 0
+    while done < len(source):
+        done += os.pwrite(file.fileno(), source[done:], at + done)
+
+
+def _files(sizes: Sequence[int]) -> list[FileIO]:
+    """Files in memory, one of each size; none if the system doesn't give all of them."""
+    files: list[FileIO] = []
+    try:
+        for size in sizes:
+            files.append(FileIO(os.memfd_create("hf_prefetch"), "r+"))
+            os.ftruncate(files[-1].fileno(), size)
+    except (AttributeError, OSError):
+        for file in files:
+            file.close()
+        return []
+    return files
+
+
+@cache
+def _is_huge_if_advised(system: Path = Path("/sys")) -> bool:
+    """Whether shared memory has huge pages where they are asked for. A mapping asks, so whoever writes to files gets none."""
+    with suppress(OSError):
+        return "[advise]" in (system / "kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    return False
+
+
+def _side_by_side(sizes: Sequence[int], files: list[FileIO]) -> tuple[mmap.mmap, int]:
+    """A range of addresses with shared memory in segments, and where in it that begins: at the start of a huge page.
+
+    `files`: what each segment is of; new memory if there are none.
+    """
+    nbytes = sum(sizes)
     reserved = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
     with torch.inference_mode(False):
         begin = torch.frombuffer(reserved, dtype=torch.uint8, count=1).data_ptr()
     offset, libc = -begin % _HUGE, _libc()
     assert libc is not None, "asked for before"
-    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_FIXED
-    for at in range(offset, offset + nbytes, segment):
-        wanted = begin + at
-        if libc.mmap(wanted, min(segment, offset + nbytes - at), access, kind, -1, 0) != wanted:
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED | (0 if files else mmap.MAP_ANONYMOUS)
+    wanted = begin + offset
+    for number, size in enumerate(sizes):
+        if libc.mmap(wanted, size, access, kind, files[number].fileno() if files else -1, 0) != wanted:
+            while files:
+                files.pop().close()
             # What there is of it goes with the range.
             return mmap.mmap(-1, nbytes), 0
+        wanted += size
     return reserved, offset
 
 

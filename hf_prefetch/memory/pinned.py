@@ -21,15 +21,23 @@ class Arena:
     mapped here and registered with the device. The mapping is *shared* anonymous memory: the pages of a private
     mapping that a device has locked are copied at once in a forked child (a DataLoader's worker, say), and a model's
     worth of memory with them. Memory that is never locked (`shared=False`) is private, so that a forked child that writes
-    there writes to a copy. `segment` and `node` are about how fast it comes and where it lies, see `Pages`.
+    there writes to a copy. `segment`, `node` and `written` are about how fast it comes and where it lies, see `Pages`.
 
     The mapping lives as long as any tensor made by `views`; the registration ends in `unpin`, which must come after
     the last copy from it has ended.
     """
 
-    def __init__(self, nbytes: int, *, shared: bool = True, segment: int | None = SEGMENT, node: int | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        shared: bool = True,
+        segment: int | None = SEGMENT,
+        node: int | None = None,
+        written: bool = False,
+    ) -> None:
         self.nbytes = nbytes
-        self._pages = Pages(nbytes, shared=shared, segment=segment, node=node)
+        self._pages = Pages(nbytes, shared=shared, segment=segment, node=node, written=written)
         self.block = self._pages.block
         self._pinned_by: StreamDevice | None = None
         self._lock = threading.Lock()
@@ -60,6 +68,19 @@ class Arena:
         """Bring the pages in, on several threads: registering or filling them one by one takes far longer."""
         self._pages.touch()
 
+    @property
+    def comes_by_put(self) -> bool:
+        """Whether pages come by `put`, so that there is no need to bring them in before."""
+        return self._pages.is_open
+
+    def put(self, destination: torch.Tensor, source: memoryview) -> None:
+        """Write bytes into a part of the block: `destination` is a dense tensor in it. Pages come by it, see `Pages`."""
+        self._pages.write(destination.data_ptr() - self.block.data_ptr(), source)
+
+    def settle(self) -> None:
+        """All of it is written: have what there is mapped, so that it can be page-locked at once."""
+        self._pages.settle()
+
     def pin(self, device: StreamDevice) -> str | None:
         """Page-lock the block for `device`. Returns None on success, else why the system refused; then it stays pageable."""
         with self._lock:
@@ -67,7 +88,11 @@ class Arena:
                 return None
             # Noted first: registering takes long enough to be interrupted, and `unpin` has to know that it may have happened.
             self._pinned_by = device
-            refusal = device.register(self.block.data_ptr(), self._pages.mapped)
+            try:
+                refusal = device.register(self.block.data_ptr(), self._pages.mapped)
+            except Exception:
+                self._pinned_by = None
+                raise
             if refusal is not None:
                 self._pinned_by = None
             return refusal
@@ -91,3 +116,4 @@ class Arena:
             if self._pinned_by is not None:
                 self._pinned_by.unregister(self.block.data_ptr())
                 self._pinned_by = None
+        self._pages.close()

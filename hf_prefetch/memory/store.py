@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,23 +16,15 @@ from ..banks.bank import ExpertBank
 from ..banks.forms import can_take_apart, is_plain, parts, replace_parts
 from ..banks.layout import BankLayout
 from ..streams import StreamDevice
-from ..workers import Workers
+from .beside import Beside
 from .disk import FileSource, OnDisk, replace_parameter
 from .ledger import Ledger, Purpose
-from .pages import SEGMENT, give_back_freed
+from .locking import PageLocks
+from .pages import give_back_freed
 from .pinned import Arena
+from .values import Load, copy_value
 
-__all__ = ["HostStore", "Load", "StoredBank", "copy_value", "send_parameter"]
-
-# Writes a Parameter's value, or a part's, into a tensor on the CPU of its shape and type, which may be its own memory.
-Load = Callable[[torch.Tensor, torch.Tensor], None]
-
-
-def copy_value(parameter: torch.Tensor, destination: torch.Tensor) -> None:
-    """The `Load` of what holds its value already."""
-    if destination.data_ptr() != parameter.data_ptr():
-        with torch.no_grad():
-            destination.copy_(parameter)
+__all__ = ["HostStore", "StoredBank", "send_parameter"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,23 +103,26 @@ class HostStore:
 
     Attributes:
         ledger: what is held.
-        refusals: why the system refused to page-lock, if it did.
     """
 
     def __init__(self, pin_budget: int | None = None) -> None:
-        self._pin_budget = pin_budget
+        self._locks = PageLocks(pin_budget)
         self.ledger = Ledger()
         self.ledger.add(Purpose.BANKS, lambda: sum(stored.bank.nbytes for stored in self._in(files=False)))
         self.ledger.add(Purpose.FILES, lambda: sum(stored.bank.nbytes for stored in self._in(files=True)))
         self.ledger.add(Purpose.PINNED, lambda: sum(stored.bank.nbytes for stored in self._stored.values() if stored.is_pinned))
-        self.refusals: list[str] = []
         self._stored: dict[int, StoredBank] = {}
         self._wants_back: dict[int, Callable[[], bool]] = {}
-        self._segments: dict[StreamDevice, int | None] = {}
         self._kept: list[Arena] | None = None
+        self._locking = Beside()
 
     def _in(self, *, files: bool) -> list[StoredBank]:
         return [stored for stored in self._stored.values() if stored.is_on_disk == files]
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why the system refused to page-lock, if it did."""
+        return self._locks.refusals
 
     @property
     def in_files(self) -> int:
@@ -163,25 +159,32 @@ class HostStore:
         their values there; `origins` are the devices that they go back to, those where they are now if not given. Where the
         system refuses to page-lock, the bank stays pageable and the reason is appended to `refusals`.
         """
-        may_pin = self._may_pin(bank.nbytes, device)
-        arena = self._arena_to_pin(bank.nbytes, device) if may_pin else Arena(bank.nbytes, shared=False)
+        downloads = any(tensor.device.type != "cpu" for tensor in bank.parts().values())
+        copies = load is copy_value and not downloads
+        locked = self._locks.arena(bank.index, bank.nbytes, device, written=copies)
+        arena = locked or Arena(bank.nbytes, shared=False)
         views = arena.views(bank.layout)
         origins = origins or {name: parameter.device for name, parameter in bank.parameters.items()}
         # From here on `give_back` can undo whatever an error or an interrupt leaves half done.
         inference = frozenset(name for name, parameter in bank.parameters.items() if parameter.is_inference())
         self._stored[bank.index] = StoredBank(bank, arena, origins, inference)
-        if not may_pin:
+        if locked is None:
             self._fill(bank, views, load)
-            return
-        arena.touch()
-        if any(tensor.device.type != "cpu" for tensor in bank.parts().values()):
+        elif downloads:
             # A download is fastest into locked pages.
-            self._pin(arena, device)
-        # Pages are locked while they are filled: neither has to wait for the other.
-        with Workers(1) as workers:
-            locked = workers.submit(partial(self._pin, arena, device))
+            arena.touch()
+            self._locks.lock(bank.index, arena, device)
             self._fill(bank, views, load)
-            locked()
+        else:
+            if copies and not arena.comes_by_put:
+                arena.touch()
+            # Whoever reads from a disk waits for that more than for pages, which come as they are written to.
+            self._fill(bank, views, partial(copy_value, put=arena.put) if copies else load)
+            self._locking.run(partial(self._locks.lock, bank.index, arena, device))
+
+    def one_after_the_other(self) -> AbstractContextManager[None]:
+        """Inside, each bank is page-locked while the next one is filled: neither has to wait for the other."""
+        return self._locking.meanwhile()
 
     def _fill(self, bank: ExpertBank, views: dict[str, torch.Tensor], load: Load) -> None:
         # Each Parameter's old memory is free before the next one is copied: a bank never exists twice as a whole.
@@ -214,25 +217,6 @@ class HostStore:
             else:
                 replace_parameter(parameter, OnDisk.of(parameter, read))
         give_back_freed()
-
-    def _arena_to_pin(self, nbytes: int, device: StreamDevice) -> Arena:
-        if nbytes > SEGMENT and device not in self._segments:
-            self._segments[device] = SEGMENT if Arena.can_have_segments(device) else None
-        return Arena(nbytes, segment=self._segments.get(device, SEGMENT), node=device.numa_node())
-
-    def _may_pin(self, nbytes: int, device: StreamDevice) -> bool:
-        """Whether so many bytes may be page-locked: the device can, the budget has room, and the system hasn't refused before.
-
-        What it refused once it will refuse again: asking for each bank would only repeat the message.
-        """
-        within = self._pin_budget is None or self.ledger.held(Purpose.PINNED) + nbytes <= self._pin_budget
-        return device.can_pin and within and not self.refusals
-
-    def _pin(self, arena: Arena, device: StreamDevice) -> None:
-        if not arena.is_pinned and self._may_pin(arena.nbytes, device):
-            refusal = arena.pin(device)
-            if refusal is not None:
-                self.refusals.append(refusal)
 
     def give_back(self, bank: ExpertBank) -> None:
         """Move a bank's Parameters back to the devices where they were; on the CPU they stay in their arena. Idempotent.
@@ -282,6 +266,7 @@ class HostStore:
         elif stored.arena is not None and self._kept is not None:
             self._kept.append(stored.arena)
         self._wants_back.pop(stored.bank.index, None)
+        self._locks.withdraw(stored.bank.index)
         self._stored.pop(stored.bank.index, None)
 
 

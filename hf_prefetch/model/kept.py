@@ -14,7 +14,7 @@ from ..banks.forms import is_plain
 from ..config import PrefetchConfig
 from ..memory.deferred import Recipe
 from ..memory.disk import FileSource, OnDisk, extents_of
-from ..memory.store import Load
+from ..memory.values import Load
 from ..memory.written import check_folder, write_bank
 from ..scheduling.residency import choose_file_banks
 

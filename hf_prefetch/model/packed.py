@@ -13,7 +13,7 @@ from ..banks.layout import BankLayout
 from ..banks.swapping import swap
 from ..device.uploads import uploaded
 from ..memory.packing import PART_NBYTES, PackedRows, pack
-from ..memory.store import Load, copy_value
+from ..memory.values import Load, copy_value
 from ..streams import StreamDevice
 from .packed_weights import PackedWeights
 

@@ -22,7 +22,8 @@ from ..hooks import all_or_nothing, flatten, put_on
 from ..memory.checkpoint import StoredTensor, read_headers
 from ..memory.deferred import Stored
 from ..memory.disk import OnDisk, replace_parameter
-from ..memory.store import Load, copy_value, send_parameter
+from ..memory.store import send_parameter
+from ..memory.values import Load, copy_value
 
 __all__ = ["DeviceMap", "Placement", "TakenHooks", "is_dispatched", "offload_device"]
 

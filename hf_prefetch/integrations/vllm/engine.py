@@ -16,7 +16,8 @@ import torch
 
 from ...config import PrefetchConfig
 from ...memory.ledger import Purpose
-from ...memory.store import HostStore, copy_value, send_parameter
+from ...memory.store import HostStore, send_parameter
+from ...memory.values import copy_value
 from ...model.ending import end_with
 from ...model.homes import banks_beyond
 from ...model.measuring import chooses_packing
@@ -98,7 +99,8 @@ def _in_host_memory(banks: list[LayerBank], config: PrefetchConfig, home: Stream
 def _move(banks: list[LayerBank], store: HostStore, config: PrefetchConfig, home: StreamDevice) -> list[LayerBank]:
     """Pack banks, if that is asked for, and put them into the store: never is more than one of them there twice."""
     moved = []
-    with byte_progress(sum(bank.nbytes for bank in banks), "experts to host memory", config.progress) as bar:
+    nbytes = sum(bank.nbytes for bank in banks)
+    with byte_progress(nbytes, "experts to host memory", config.progress) as bar, store.one_after_the_other():
         for bank in banks:
             packed = pack_bank(bank, home, copy_value) if config.pack else bank
             assert isinstance(packed, LayerBank), "packing changes the layout alone"
