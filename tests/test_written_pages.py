@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +140,20 @@ def test_a_large_block_has_few_files() -> None:
     assert memory.block[199 * pages.SEGMENT - 2 :][:4].tolist() == list(b"1234")
     memory.close()
     memory.close()
+
+
+@pytest.mark.parametrize(("limit", "files"), [(1024, 64), (320, 20), (32, 2), (15, 0), (resource.RLIM_INFINITY, 64)])
+def test_a_process_that_may_have_few_files(limit: int, files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others need some as well. What is left is in fewer, longer ones, or in none."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    before = len(list(FDS.iterdir()))
+    memory = Pages(200 * PAGE, shared=True, segment=PAGE, written=True)
+    opened = len(list(FDS.iterdir())) - before
+    assert opened <= files
+    assert (opened > files // 2) == (files > 0) == memory.is_open
+    memory.write(0, bytes_of(values(200 * PAGE)))
+    memory.settle()
+    assert torch.equal(memory.block, values(200 * PAGE))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

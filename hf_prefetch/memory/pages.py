@@ -45,8 +45,10 @@ _MBIND = {"x86_64": 237, "aarch64": 235}
 _HUGE = 2 * 2**20
 SEGMENT = 16 * _HUGE
 _MOST_THREADS = 16
-# Files that a block has open while it is written to; in a large one they are longer.
+# Files that a block has open while it is written to, and which part of those that a process may have; in a large block they
+# are longer. Two blocks can be open, and others need some, too.
 _MOST_FILES = 64
+_SHARE_OF_FILES = 16
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -76,9 +78,10 @@ class Pages:
         self._segment = segment or self.mapped
         self._files: list[FileIO] = []
         if shared and segment is not None and self.mapped > segment and _libc() is not None:
-            self._segment = segment * max(1, -(-self.mapped // (_MOST_FILES * segment)))
+            files = _most_files() if written and not _is_huge_if_advised() else 0
+            self._segment = segment * max(1, -(-self.mapped // (files * segment))) if files else segment
             sizes = [min(self._segment, self.mapped - begin) for begin in range(0, self.mapped, self._segment)]
-            self._files = _files(sizes) if written and not _is_huge_if_advised() else []
+            self._files = _files(sizes) if files else []
             self.buffer, self.offset = _side_by_side(sizes, self._files)
         else:
             self.buffer, self.offset = mmap.mmap(-1, self.mapped) if shared else _private(self.mapped), 0
@@ -167,6 +170,16 @@ def _write(file: FileIO, at: int, source: memoryview) -> None:
     done = 0
     while done < len(source):
         done += os.pwrite(file.fileno(), source[done:], at + done)
+
+
+def _most_files() -> int:
+    """As many as a block may have open."""
+    try:
+        import resource
+    except ImportError:
+        return 0  # nor are there files in memory
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_FILES if limit == resource.RLIM_INFINITY else min(_MOST_FILES, limit // _SHARE_OF_FILES)
 
 
 def _files(sizes: Sequence[int]) -> list[FileIO]:
