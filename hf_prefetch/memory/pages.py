@@ -9,7 +9,7 @@ pages, where the system gives them to shared memory, make that a matter of a few
 
 [Note: pages that come by writing]
 Bringing in a page is a fault and 4 KiB of zeros, which are overwritten next. Whoever knows what the memory is to hold writes it
-into the files instead: pages come with their bytes, without either, at twice the speed, and several threads need nothing of the
+into the files instead: pages come with their bytes, without either, and several threads need nothing of the
 process for that, so that page-locking of other memory goes on beside it. In the end the pages that are there are mapped.
 """
 
