@@ -29,6 +29,7 @@ from bench_codecs_report import code_rows
 from bench_host import PinnedBlock
 from bench_models import describe_machine
 from bench_passes import timed
+from columns import columns
 from hf_prefetch.device.unpacking import unpack_rows
 from hf_prefetch.memory.packing import BLOCK, pack
 
@@ -166,9 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arms |= {f"nvCOMP {name}": lambda name=name: nvcomp(weights, name) for name in NVCOMP}  # type: ignore[misc]
     results["codes"] = {name: attempt(made, weights, options.repeats, link) for name, made in arms.items()}
     head, rows = code_rows(results)
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    for row in (head, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+    print("\n".join(columns(head, rows)))
     print(f"link: {results['link_gb_per_s']:.1f} GB/s; {results['machine']['name']}, {results['date']}")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

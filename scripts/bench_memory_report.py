@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from columns import columns
+
 __all__ = ["arm_rows", "check_rows", "head_lines", "read_rows", "text"]
 
 Json = dict[str, Any]
@@ -113,8 +115,7 @@ def text(results: Json) -> str:
     """All of it for a terminal."""
     lines = head_lines(results)
     for head, rows in (arm_rows(results), read_rows(results), check_rows(results)):
-        widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-        lines += ["", *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows))]
+        lines += ["", *columns(head, rows)]
     errors = [f"{name}: {part['error']}" for name, part in results.items() if isinstance(part, dict) and "error" in part]
     errors += [load["error"] for load in results["load"] if "error" in load]
     skipped = [f"left out for lack of time: {', '.join(results['skipped'])}"] if results["skipped"] else []
