@@ -16,6 +16,7 @@ from .banks.bank import ExpertBank
 from .config import DEFAULT_SLOTS, PrefetchConfig
 from .discovery import find_banks
 from .hooks import ExpertPrefetchHook, announce, attach, detach
+from .memory.shortage import memory_for
 from .memory.store import HostStore
 from .memory.values import Load, copy_value
 from .model.enabled import Enabled, between_calls, enabled_on, forget, free_orphans, refuse_foreign, remember
@@ -31,6 +32,7 @@ from .model.telling import tell
 from .model.undo import Undo
 from .model.unready import unready
 from .progress import byte_progress
+from .scheduling.remedies import OF_MODELS
 from .scheduling.scheduler import PrefetchScheduler
 from .streams import StreamDevice
 
@@ -76,8 +78,8 @@ def enable_expert_prefetch(
             Page-locked memory can't be paged out or used otherwise. Experts beyond it go through a small page-locked buffer.
         host_memory: host memory for experts, in bytes or as "40GiB". Those of layers beyond it are kept in files and read ahead
             of use, as fast as the disk is. Experts that accelerate has offloaded to disk stay where they are.
-        offload_folder: where other experts beyond `host_memory` are written to. The files take no space any more when the
-            model is disabled or gone.
+        offload_folder: where other experts beyond `host_memory` are written to; given with it or not at all. The files take no
+            space any more when the model is disabled or gone.
         pack: keep bfloat16 experts packed: in three quarters of their bytes, without the loss of a bit, in host memory and on
             the way to the device. They are unpacked there for each call, in memory that takes the place of one slot. "auto"
             measures for a moment whether that is faster here; it never is without a GPU and Triton. None, the default, leaves
@@ -91,6 +93,7 @@ def enable_expert_prefetch(
     Raises:
         TypeError, ValueError, RuntimeError: `model` or an option can't be used, or another thread is at it; the message says
             why, and the model is unchanged.
+        MemoryError: the system has no host memory for experts; the message names the layer and says what would do.
         OSError: `offload_folder` can't be written to, or is a file; or experts that accelerate keeps on disk can't be read. The
             model is unchanged, but for one that was enabled and is disabled, if that comes up when work has begun.
 
@@ -147,7 +150,8 @@ def enable(
     def work() -> Model:
         _disable(model, enabled)
         try:
-            scheduler = _install(model, config, _laid_out(homes), undo, load, files)
+            with memory_for("what this model's weights need on the way", OF_MODELS.host):
+                scheduler = _install(model, config, _laid_out(homes), undo, load, files)
             tell(scheduler, found, homes, config, is_new=not enabled)
             return model
         except BaseException:
@@ -189,8 +193,9 @@ def _disable(model: nn.Module, expected: Enabled) -> None:
     with between_calls(model) as enabled:
         if enabled != expected:
             raise busy()
-        for _, undo in enabled:
-            undo.run()
+        with memory_for("experts as they were", "Free some and call this again: what is left to do is done then."):
+            for _, undo in enabled:
+                undo.run()
     free_orphans(model)
 
 
@@ -228,22 +233,22 @@ def _install(model: nn.Module, config: PrefetchConfig, homes: Homes, undo: Undo,
                 undo.add(taken[module].give_back)
                 taken[module].take(leave_in_files=found in kept)
             found.rebind()
-            if found in kept:
-                undo.add(store.give_back, found)
-                store.leave(found, kept.source(found), kept.wants_back)
-                host[found] = home
-                bar.update(found.nbytes)
-                continue
-            for module in found.owners:
-                # What accelerate gets back has to be what it can compute with.
-                undo.add(taken[module].share, found)
-            origins = {name: parameter.device for name, parameter in found.parameters.items()}
-            bank = _as_asked(found, home, config, undo, load)
-            undo.add(store.give_back, bank)
-            store.adopt(bank, home, load, origins)
+            bank = found
+            with memory_for(f"the experts of {found.name}", OF_MODELS.host, found.nbytes):
+                if found in kept:
+                    undo.add(store.give_back, found)
+                    store.leave(found, kept.source(found), kept.wants_back)
+                else:
+                    for module in found.owners:
+                        # What accelerate gets back has to be what it can compute with.
+                        undo.add(taken[module].share, found)
+                    origins = {name: parameter.device for name, parameter in found.parameters.items()}
+                    bank = _as_asked(found, home, config, undo, load)
+                    undo.add(store.give_back, bank)
+                    store.adopt(bank, home, load, origins)
+                    for module in bank.owners:
+                        taken[module].share(bank)
             host[bank] = home
-            for module in bank.owners:
-                taken[module].share(bank)
             bar.update(found.nbytes)
     homes, banks = replace(homes, host=host), tuple(host)
     if homes.rest is not None:

@@ -313,7 +313,7 @@ def _one_line_errors(command: Callable[[], object], received: Sequence[int]) -> 
     except TyperException as error:
         # Help that was asked for by giving no arguments has been printed already.
         return _complain(one_line(error), error.exit_code) if error.format_message() else error.exit_code
-    except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, ImportError, MemoryError) as error:
         return _complain(one_line(error), 1)
     except Exception as error:  # noqa: BLE001 - libraries have errors of their own, and a user wants none of their frames
         return _complain(f"{type(error).__name__}: {one_line(error)}", 1)

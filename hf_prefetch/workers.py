@@ -140,7 +140,17 @@ class Workers:
             raise RuntimeError("These threads have ended: nothing can be read or written by them any more.")
         with self._starting:
             while self._started < self._count:
-                start_new_thread(self._work, ())
+                try:
+                    start_new_thread(self._work, ())
+                except RuntimeError as error:
+                    if not self._started:
+                        raise RuntimeError(
+                            "There is no thread to read, write or copy weights with. Raise the limit on them (ulimit -u, "
+                            "a container's) or on memory (ulimit -v)."
+                        ) from error
+                    # Those that are there do the same, slower.
+                    self._count = self._started
+                    return
                 self._begun.get()
                 self._started += 1
 

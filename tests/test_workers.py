@@ -12,9 +12,11 @@ import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hf_prefetch import workers as workers_module
 from hf_prefetch.workers import Workers
 
 ROUNDS = 400
@@ -117,6 +119,32 @@ def test_what_is_submitted_is_waited_for() -> None:
     assert done == [1, 2, 3]
     with Workers(1) as workers, pytest.raises(ZeroDivisionError):
         workers.submit(lambda: 1 // 0)()
+
+
+@pytest.mark.parametrize("given", [1, 3])
+def test_fewer_threads_do_the_same(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [workers_module.start_new_thread] * given
+
+    def start(*args: Any) -> Any:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        return left.pop()(*args)
+
+    monkeypatch.setattr(workers_module, "start_new_thread", start)
+    with Workers(8) as workers:
+        assert workers.map(lambda number: number + 1, range(100)) == [*range(1, 101)]
+        assert workers.map(lambda number: number + 1, range(100)) == [*range(1, 101)]
+        assert len(workers._alive) == given
+    assert not workers._alive
+
+
+def test_no_thread_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*args: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(workers_module, "start_new_thread", start)
+    with Workers(8) as workers, pytest.raises(RuntimeError, match=r"no thread .*ulimit"):
+        workers.map(str, range(3))
 
 
 def test_it_ends_once() -> None:

@@ -12,8 +12,10 @@ from ..api import disable_expert_prefetch, enable
 from ..config import DEFAULT_SLOTS, PrefetchConfig
 from ..discovery import find_banks
 from ..memory.loading import Reader, Unread
+from ..memory.shortage import memory_for
 from ..model.homes import Device
 from ..model.packed import PackedWeights, unpack_bank
+from ..scheduling.remedies import OF_MODELS
 from .deferring import load_deferred, packed_folder
 from .explaining import explained
 
@@ -54,7 +56,7 @@ def from_pretrained(
         host_memory: host memory for experts, in bytes or as "40GiB". Those of layers beyond it stay in the files of the
             checkpoint and are read ahead of use, as fast as the disk is.
         offload_folder: for checkpoints that store experts in another form or type than the model has: where those beyond
-            `host_memory` are written once. The next time they are found there.
+            `host_memory` are written once; given with it or not at all. The next time they are found there.
         progress: show one progress bar over all bytes; None shows it in terminals and notebooks.
         kwargs: whatever `AutoModelForCausalLM.from_pretrained` takes: dtype, revision, subfolder, trust_remote_code,
             attn_implementation, config and others, but not `device_map`.
@@ -65,6 +67,7 @@ def from_pretrained(
     Raises:
         ValueError, TypeError, RuntimeError: an option or the model can't be used; or the checkpoint is broken or does not fit,
             and the message names the file and the key.
+        MemoryError: the system has no host memory for the weights; the message says what would do.
         OSError: there is no such checkpoint, or a file of it is missing or can't be read; or `offload_folder` can't be written
             to, or is a file.
 
@@ -116,10 +119,11 @@ def load_enabled(name: str | os.PathLike[str], config: PrefetchConfig, device: D
                     "longer than reading them into their places, and as much memory as transformers needs.",
                     why_not,
                 )
-            unread = Unread(model, reader, PackedWeights)
-            with explained(model):
-                enable(model, config, device, unread.load, unread)
-            unread.load_rest()
+            with memory_for(f"the weights of {name}", OF_MODELS.host, sum(each.nbytes for each in model.parameters())):
+                unread = Unread(model, reader, PackedWeights)
+                with explained(model):
+                    enable(model, config, device, unread.load, unread)
+                unread.load_rest()
         return result
     except BaseException:
         # Whoever keeps the traceback keeps the model, and must not keep page-locked or any other memory with it.

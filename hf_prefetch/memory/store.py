@@ -108,9 +108,12 @@ class HostStore:
     def __init__(self, pin_budget: int | None = None) -> None:
         self._locks = PageLocks(pin_budget)
         self.ledger = Ledger()
-        self.ledger.add(Purpose.BANKS, lambda: sum(stored.bank.nbytes for stored in self._in(files=False)))
-        self.ledger.add(Purpose.FILES, lambda: sum(stored.bank.nbytes for stored in self._in(files=True)))
-        self.ledger.add(Purpose.PINNED, lambda: sum(stored.bank.nbytes for stored in self._stored.values() if stored.is_pinned))
+        for purpose, held in (
+            (Purpose.BANKS, self._held),
+            (Purpose.FILES, self._held_in_files),
+            (Purpose.PINNED, self._pinned),
+        ):
+            self.ledger.add(purpose, held)
         self._stored: dict[int, StoredBank] = {}
         self._wants_back: dict[int, Callable[[], bool]] = {}
         self._kept: list[Arena] | None = None
@@ -118,6 +121,15 @@ class HostStore:
 
     def _in(self, *, files: bool) -> list[StoredBank]:
         return [stored for stored in self._stored.values() if stored.is_on_disk == files]
+
+    def _held(self) -> int:
+        return sum(stored.bank.nbytes for stored in self._in(files=False))
+
+    def _held_in_files(self) -> int:
+        return sum(stored.bank.nbytes for stored in self._in(files=True))
+
+    def _pinned(self) -> int:
+        return sum(stored.bank.nbytes for stored in self._stored.values() if stored.is_pinned)
 
     @property
     def refusals(self) -> list[str]:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from types import FrameType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -100,8 +101,11 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 def _is_another_thread_inside(modules: Collection[int]) -> bool:
     """Whether one of these modules, by their ids, is being called."""
-    for thread, frame in sys._current_frames().items():
-        at = frame if thread != threading.get_ident() else None
+    frames = sys._current_frames()
+    # A frame that is kept in one of its own variables keeps all that its callers know: a whole model, until the collector runs.
+    del frames[threading.get_ident()]
+    for frame in frames.values():
+        at: FrameType | None = frame
         while at is not None:
             if at.f_code is _CALL and id(at.f_locals.get("self")) in modules:
                 return True

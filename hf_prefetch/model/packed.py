@@ -151,6 +151,8 @@ def _become_ordinary(parameter: PackedWeights) -> None:
     except BaseException:
         parameter.put_aside(ordinary)
         raise
+    # What was packed is this object now, which would keep itself, and all that was packed, until the collector runs.
+    ordinary.__dict__.pop("_aside", None)
     parameter.__dict__.clear()
     parameter.__dict__.update(kept | now)
     if parameter.grad is not None:

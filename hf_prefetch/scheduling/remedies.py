@@ -20,6 +20,7 @@ class Remedies:
         uncaptured: what to do about others.
         kernel: what to do about a forward that keeps or changes its weights.
         steps: what takes Python out of decoding, where graphs can be captured.
+        host: what to do where host memory is short; a sentence.
     """
 
     again: str
@@ -30,6 +31,7 @@ class Remedies:
     uncaptured: str
     kernel: str
     steps: str
+    host: str
 
 
 OF_MODELS = Remedies(
@@ -50,4 +52,8 @@ OF_MODELS = Remedies(
         "is of no use) and choose another implementation (set_experts_implementation), or leave prefetching off."
     ),
     steps='generate(cache_implementation="static") compiles a step, and takes Python out of it',
+    host=(
+        "Free some, or raise the limit on it (ulimit -v, a container's). Or have the experts of some layers in files: "
+        'host_memory="40GiB", say, and offload_folder="..."; or on the device: n_cpu_moe or gpu_memory.'
+    ),
 )

@@ -30,6 +30,9 @@ Touched = Iterable["torch.Tensor | ByteRange"]
 class FakeDevice(StreamDevice):
     """One device over CPU memory.
 
+    The device can't see what a model computes on its memory by itself: run models inside `with device.watching():`. Outside
+    of it a forward reads what has not come yet, under every policy but "eager", and gives wrong results or errors.
+
     Args:
         policy: "eager", "lazy", a seed, a `random.Random`, a `Policy`, or a function that gets the runnable operations
             and returns the index of one, or None for none now.
@@ -66,7 +69,7 @@ class FakeDevice(StreamDevice):
         self.pageable_copies = 0
         self._assume_pinned = assume_pinned
         self._queues = Queues(as_policy(policy))
-        self._clock = clock or (lambda: self._queues.steps * 1e-6)
+        self._clock = clock
         self._events = itertools.count(1)
         self._lock = threading.RLock()
         self._current = threading.local()
@@ -127,7 +130,7 @@ class FakeDevice(StreamDevice):
         point = FakeMark()
 
         def stamp() -> None:
-            point.time = self._clock()
+            point.time = self._queues.steps * 1e-6 if self._clock is None else self._clock()
 
         with self._lock:
             self._note("mark", stream.name)

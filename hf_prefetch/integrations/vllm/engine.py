@@ -16,6 +16,7 @@ import torch
 
 from ...config import PrefetchConfig
 from ...memory.ledger import Purpose
+from ...memory.shortage import memory_for
 from ...memory.store import HostStore, send_parameter
 from ...memory.values import copy_value
 from ...model.ending import end_with
@@ -102,9 +103,10 @@ def _move(banks: list[LayerBank], store: HostStore, config: PrefetchConfig, home
     nbytes = sum(bank.nbytes for bank in banks)
     with byte_progress(nbytes, "experts to host memory", config.progress) as bar, store.one_after_the_other():
         for bank in banks:
-            packed = pack_bank(bank, home, copy_value) if config.pack else bank
-            assert isinstance(packed, LayerBank), "packing changes the layout alone"
-            store.adopt(packed, home)
+            with memory_for(f"the experts of {bank.name}", REMEDIES.host, bank.nbytes):
+                packed = pack_bank(bank, home, copy_value) if config.pack else bank
+                assert isinstance(packed, LayerBank), "packing changes the layout alone"
+                store.adopt(packed, home)
             moved.append(packed)
             bar.update(bank.nbytes)
     return moved

@@ -34,6 +34,7 @@ REMEDIES = Remedies(
     uncaptured="Pass enforce_eager=True.",
     kernel='take another kernel (moe_backend="triton") or leave hf_prefetch out of additional_config, in a new engine.',
     steps="without enforce_eager they are captured as graphs",
+    host="Free some, raise the limit on it (ulimit -v, a container's), or keep more layers on the device (gpu_memory).",
 )
 
 
