@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .banks.bank import ExpertBank
 from .config import DEFAULT_SLOTS, PrefetchConfig
-from .discovery import find_banks
+from .discovery import Discovery, find_banks
 from .hooks import ExpertPrefetchHook, announce, attach, detach
 from .memory.shortage import memory_for
 from .memory.store import HostStore
@@ -41,6 +41,8 @@ __all__ = ["disable_expert_prefetch", "enable", "enable_expert_prefetch"]
 Model = TypeVar("Model", bound=nn.Module)
 
 _log = logging.getLogger("hf_prefetch")
+# What memory is for on the way back, and what to do if there is none.
+_BACK = "experts as they were", "Free some and call disable_expert_prefetch(model): what is left to undo is undone then."
 
 
 def enable_expert_prefetch(
@@ -134,7 +136,8 @@ def enable(
         load: writes a Parameter's value to where it goes, from wherever it is: it may still be in a file.
         files: says of Parameters which those are.
     """
-    with between_calls(model) as enabled:
+
+    def look(enabled: Enabled) -> tuple[Enabled, Discovery, Homes]:
         # In the middle of a call a module's weights are what was sent for it.
         found = find_banks(model)
         if (reason := unready(model)) is not None:
@@ -144,6 +147,9 @@ def enable(
         if enabled:
             # Otherwise all that was done is undone when it fails.
             check_offloading(tuple(homes.host), config, files)
+        return enabled, found, homes
+
+    enabled, found, homes = between_calls(model, look)
     modules = {module for bank in (*homes.host, *homes.resident) for module in bank.modules}
     undo = Undo()
 
@@ -155,14 +161,25 @@ def enable(
             tell(scheduler, found, homes, config, is_new=not enabled)
             return model
         except BaseException:
-            undo.run()
+            _take_back(model, undo)
             raise
 
     try:
         return behind_gate(modules.union(*(undo.modules for _, undo in enabled)), work)
     except BaseException:
         # Once more, for an interrupt that came when all was done but the gate still closed.
-        undo.run()
+        _take_back(model, undo)
+        raise
+
+
+def _take_back(model: nn.Module, undo: Undo) -> None:
+    """Undo what was done, or let `disable_expert_prefetch` do it later."""
+    try:
+        with memory_for(*_BACK):
+            undo.run()
+    except BaseException:
+        if not undo.is_done:
+            remember(model, None, undo)
         raise
 
 
@@ -190,12 +207,15 @@ def disable_expert_prefetch(model: Model) -> Model:
 
 def _disable(model: nn.Module, expected: Enabled) -> None:
     """Disable what is enabled on a model, if it is still what it was before the gate was closed."""
-    with between_calls(model) as enabled:
+
+    def work(enabled: Enabled) -> None:
         if enabled != expected:
             raise busy()
-        with memory_for("experts as they were", "Free some and call this again: what is left to do is done then."):
+        with memory_for(*_BACK):
             for _, undo in enabled:
                 undo.run()
+
+    between_calls(model, work)
     free_orphans(model)
 
 

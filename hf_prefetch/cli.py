@@ -153,6 +153,8 @@ def bench(
     config, home = config_of(prefetch_experts_slots, pack=pack, **options), stream_device(device)
     if json_file is not None and not json_file.parent.is_dir():
         raise bad_option("--json", f"there is no folder {json_file.parent}")
+    if json_file is not None and json_file.is_dir():
+        raise bad_option("--json", f"{json_file} is a folder; give the name of a file")
     lengths = sorted({int(word) for word in prompt_lengths.split(",")})
     if config.pack is None and is_packed(Path(model).expanduser()):
         # Off it is measured unpacked, and on as `generate` runs it.
@@ -165,7 +167,8 @@ def bench(
     run.run(lengths, decode_tokens, _say)
     print(run)
     if json_file is not None:
-        json_file.write_text(json.dumps(run.as_json(model), indent=1) + "\n", encoding="utf-8")
+        with refusing(OSError, option="--json"):
+            json_file.write_text(json.dumps(run.as_json(model), indent=1) + "\n", encoding="utf-8")
 
 
 @app.command()
@@ -208,6 +211,8 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
             text = prompt_file.read_text(encoding="utf-8-sig")
     if not text:
         raise typer.BadParameter("the text to continue is empty")
+    with refusing(UnicodeError, option="--prompt" if prompt is not None else "--prompt-file"):
+        text.encode()  # bytes that were no UTF-8 have come as something that no tokenizer takes
     return text
 
 

@@ -112,6 +112,10 @@ class PrefetchConfig:
             raise TypeError(f"offload_folder must be a path, got {self.offload_folder!r}.")
         if self.offload_folder is not None and not os.fspath(self.offload_folder):
             raise ValueError("offload_folder is empty. Give '.' for the current folder.")
+        if self.offload_folder is not None:
+            if "\0" in os.fsdecode(self.offload_folder):
+                raise ValueError(f"offload_folder is no path: {self.offload_folder!r} has a null character in it.")
+            object.__setattr__(self, "offload_folder", os.path.expanduser(os.fsdecode(self.offload_folder)))
         if self.offload_folder is not None and self.host_memory is None:
             raise ValueError("offload_folder is for experts beyond host_memory, which is not given. Give both or none.")
         if self.pack is not None and self.pack != "auto" and not isinstance(self.pack, bool):

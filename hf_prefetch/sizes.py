@@ -10,7 +10,7 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 # What may be written behind a number, in letters of either case, since nobody gives memory in bits.
 _WRITTEN = {
     f"{letter}{kind}": base**power for kind, base in (("b", 1000), ("ib", 1024)) for power, letter in enumerate("kmgt", 1)
-}
+} | {"b": 1}
 
 
 def in_bytes(text: str) -> int:
@@ -20,7 +20,7 @@ def in_bytes(text: str) -> int:
         ValueError, OverflowError: it is none, or more than a number can be.
     """
     written = text.strip().lower()
-    unit = re.search(r"[kmgt]i?b$", written)
+    unit = re.search(r"([kmgt]i?)?b$", written)
     return int(float(written[: unit.start()]) * _WRITTEN[unit[0]]) if unit else int(written)
 
 

@@ -5,24 +5,34 @@ Python raises KeyboardInterrupt in the main thread between any two of its instru
 `concurrent.futures` lock with, which is written in Python. Such a lock is then taken, nobody is there to give it back, and the
 next thread that needs it waits for ever: of 600 interrupts of a `concurrent.futures.wait` over 32 futures three ended so. Here
 the main thread uses nothing but locks and queues that are written in C, whose calls are done or not begun, and starts threads
-by `_thread`, since `threading.Thread.start` waits for the thread with such a lock.
+by `_thread`, since `threading.Thread.start` waits for the thread with such a lock. For the same reason several locks are held
+by `holding`: a context that is written in Python, as `contextlib`'s are, can be interrupted while nobody knows that it has one.
 """
 
 from __future__ import annotations
 
 import threading
 from _thread import start_new_thread
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "holding"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def holding(locks: Sequence[AbstractContextManager[Any]], work: Callable[[], Result]) -> Result:
+    """Do some work with all of these locks, taken in their order and given back whatever happens."""
+    if not locks:
+        return work()
+    with locks[0]:
+        return holding(locks[1:], work)
 
 
 @dataclass(eq=False)

@@ -147,6 +147,23 @@ def test_bench_prints_a_table_and_writes_the_numbers(tmp_path: Path) -> None:
     assert numbers["options"]["n_cpu_moe"] == 5
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is full")
+def test_numbers_that_can_t_be_written_are_printed_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--prompt-lengths", "8", "--repeats", "1", "--decode-tokens", "0", "--json", "/dev/full", *ON_CPU]
+    assert main(["bench", "demo", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert "prefill" in printed.out
+    assert "'--json': " in printed.err.splitlines()[-1]
+
+
+def test_text_that_is_no_utf_8_is_refused_with_the_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("caf\udce9"))  # as the C locale reads such a byte
+    assert main(["generate", "demo", "--prompt-file", "-", *ON_CPU]) == 2
+    assert "'--prompt-file': 'utf-8' codec can't" in complaint(capsys.readouterr().err)
+
+
 def test_bench_without_slots_measures_one_arm(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--prompt-lengths", "8", "--decode-tokens", "0", "--repeats", "1"]
     assert main(["bench", "demo", *lengths, "--prefetch-experts-slots", "0", *ON_CPU]) == 0
@@ -220,6 +237,14 @@ GENERATE = ["generate", "demo", "--prompt", "x"]
         pytest.param(["bench", "demo", "--prompt-lengths", "8,0"], 2, "'8,0' has a number below 1", id="no length"),
         pytest.param(["bench", "demo", "--prompt-lengths", "-3"], 2, "'-3' has a number below 1", id="a negative length"),
         pytest.param(["bench", "demo", "--json", "nowhere/out.json"], 2, "no folder nowhere", id="no folder for --json"),
+        pytest.param(["bench", "demo", "--json", "/"], 2, "'--json': / is a folder", id="a folder for --json"),
+        pytest.param([*GENERATE[:-1], "caf\udce9"], 2, "'--prompt': 'utf-8' codec can't", id="a prompt that is no text"),
+        pytest.param(
+            [*GENERATE, "--host-memory", "0", "--offload-folder", "a\0b"],
+            2,
+            "'--offload-folder': offload",
+            id="no folder's name",
+        ),
         pytest.param(["pack", "demo", "--out", ""], 2, "'--out': the path is empty", id="an empty --out"),
         pytest.param(["bench", "demo", "--json", ""], 2, "'--json': the path is empty", id="an empty --json"),
         pytest.param(["generate", "demo", "--prompt-file", ""], 2, "'--prompt-file': the path", id="an empty --prompt-file"),

@@ -275,6 +275,8 @@ def test_a_model_in_memory_is_written_and_taken_back(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Give offload_folder="):
         enable_expert_prefetch(model, device=device, host_memory=0, progress=False)
     before.assert_restored(model)
+    with pytest.raises(OSError, match=r"can't be written to .*, the offload_folder: File name too long"):
+        enable_expert_prefetch(model, device=device, host_memory=0, offload_folder=tmp_path / ("x" * 300), progress=False)
     enable_expert_prefetch(model, device=device, host_memory=0, offload_folder=tmp_path, progress=False)
     assert list(tmp_path.iterdir()) == []
     assert model.expert_prefetch.report().file_bytes == bank_bytes(model)
@@ -518,3 +520,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     out, err = capsys.readouterr()
     assert out == text
     assert "of experts are kept there" in err
+
+
+def test_a_folder_may_be_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    model = build("qwen3_moe")
+    enable_expert_prefetch(model, device="cpu", host_memory=0, offload_folder="~/experts", progress=False)
+    assert [file.name for file in tmp_path.iterdir()] == ["experts"]

@@ -171,6 +171,35 @@ def test_the_first_to_say_it_is_heard() -> None:
         raise MemoryError
 
 
+def test_what_can_t_be_undone_for_want_of_memory_is_undone_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed experts need more memory than they have to become what they were."""
+    model = build("qwen3_moe", torch.bfloat16)
+    with torch.no_grad():
+        expected = model(prompt(LONG)).logits
+    own, unpacked, short = pinned.Pages, PackedWeights.unpacked, True
+    monkeypatch.setattr(pinned, "Pages", Refusing(2))
+
+    def refused(self: PackedWeights) -> torch.Tensor:
+        if short:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+        return unpacked(self)
+
+    monkeypatch.setattr(PackedWeights, "unpacked", refused)
+    with pytest.raises(MemoryError, match=r"no host memory for experts as they were.*disable_expert_prefetch\(model\)"):
+        enable_expert_prefetch(model, device="cpu", pack=True, progress=False)
+    monkeypatch.setattr(pinned, "Pages", own)
+    with pytest.raises(MemoryError, match=r"no host memory for experts as they were"):
+        disable_expert_prefetch(model)
+    short = False
+    disable_expert_prefetch(model)
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    assert not [name for name in model.__dict__ if "expert_prefetch" in name]
+    with torch.no_grad():
+        assert torch.equal(model(prompt(LONG)).logits, expected)
+        enable_expert_prefetch(model, device="cpu", pack=True, progress=False)
+        assert torch.equal(model(prompt(LONG)).logits, expected)
+
+
 LIMITED = """
 import resource, torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained
+from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch, from_pretrained, save_packed
 from hf_prefetch.memory.disk import OnDisk
 from hf_prefetch.model.packed_weights import PackedWeights
+from hf_prefetch.workers import Workers
 from models import build, prompt
 
 LONG = 24
@@ -145,3 +149,46 @@ def test_nothing_is_allocated_when_it_has_ended() -> None:
         with pytest.raises(RuntimeError, match="prefetching has ended"):
             call()
     assert scheduler.report().device_bytes == 0
+
+
+class Interrupting:
+    """A Ctrl-C where a Python function begins: in the `at`-th that does while the lock is held."""
+
+    def __init__(self, lock: Any, at: int) -> None:
+        self.lock, self.left = lock, at
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and self.lock._is_owned():
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("change", ["disable", "enable", "save"])
+def test_no_interrupt_keeps_the_lock(change: str, tmp_path: Path) -> None:
+    """Whoever takes it by code that is written in Python can be interrupted before anybody knows that it is taken."""
+    changes: dict[str, Callable[[nn.Module], object]] = {
+        "disable": disable_expert_prefetch,
+        "enable": lambda model: enable_expert_prefetch(model, device="cpu", progress=False),
+        "save": lambda model: save_packed(model, tmp_path / "packed", progress=False),
+    }
+    model, ids = build("qwen3_moe", torch.bfloat16), prompt(LONG)
+    with torch.no_grad():
+        expected = model(ids).logits
+    interrupted = 0
+    for at in (*range(1, 25), 40, 80, 160, 320, 640):
+        enable_expert_prefetch(model, device="cpu", progress=False)
+        lock = model.expert_prefetch.lock
+        sys.settrace(Interrupting(lock, at))
+        try:
+            changes[change](model)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+        with Workers(1) as workers:
+            assert workers.submit(lambda lock=lock: lock.acquire(timeout=5) and not lock.release())(), f"call {at}"
+        disable_expert_prefetch(model)
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, expected)
+    assert interrupted > 5

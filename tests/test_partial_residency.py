@@ -7,6 +7,7 @@ import torch
 from accelerate import cpu_offload
 
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
+from hf_prefetch.config import PrefetchConfig
 from hf_prefetch.testing import FakeDevice, RaceChecker
 from models import Snapshot, bank_bytes, build, experts_of, prompt
 
@@ -99,6 +100,7 @@ def test_too_little_memory_is_an_error_with_the_numbers() -> None:
         ({"gpu_memory": "9" * 400 + "KB"}, ValueError, "gpu_memory='9+KB' is no size"),
         ({"gpu_memory": "9" * 5000}, ValueError, "gpu_memory='9+' is no size"),
         ({"gpu_memory": 10**400}, ValueError, "gpu_memory=10+ is no size"),
+        ({"gpu_memory": "1BiB"}, ValueError, "gpu_memory='1BiB' is no size"),
         ({"gpu_memory": "infGiB"}, ValueError, "gpu_memory='infGiB' is no size"),
         ({"expert_cache": "9" * 400 + "GiB"}, ValueError, "expert_cache='9+GiB' is no size"),
         ({"gpu_memory": 2.5}, TypeError, "gpu_memory must be bytes or a size"),
@@ -140,3 +142,10 @@ def test_a_second_call_changes_what_stays(device: torch.device) -> None:
             enable_expert_prefetch(model, n_cpu_moe=host, device=device)
             assert torch.equal(model(ids).logits, expected)
             assert model.expert_prefetch.report().banks == host
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("1B", 1), ("1 B", 1), ("4096 b", 4096), ("1.5 kb", 1500), ("2GiB", 2**31), ("7", 7)]
+)
+def test_a_size_can_be_given_as_it_is_shown(text: str, nbytes: int) -> None:
+    assert PrefetchConfig(host_memory=text).host_budget == nbytes

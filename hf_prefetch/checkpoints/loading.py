@@ -127,10 +127,12 @@ def load_enabled(name: str | os.PathLike[str], config: PrefetchConfig, device: D
         return result
     except BaseException:
         # Whoever keeps the traceback keeps the model, and must not keep page-locked or any other memory with it.
-        if model is not None:
-            disable_expert_prefetch(model)
-        if unread is not None:
-            unread.abandon()
+        try:
+            if model is not None:
+                disable_expert_prefetch(model)
+        finally:
+            if unread is not None:
+                unread.abandon()
         raise
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copyfile
@@ -24,6 +23,7 @@ from ..progress import byte_progress
 from ..scheduling.scheduler import PrefetchScheduler
 from ..sizes import shown
 from ..streams import StreamDevice, stream_device
+from ..workers import holding
 from .comparing import unlike
 from .loading import deferred_model
 
@@ -94,17 +94,16 @@ def save_packed(model: nn.Module, folder: str | os.PathLike[str], *, progress: b
         raise TypeError(f"folder must be a path, got {folder!r} of type {type(folder).__name__}.")
     if not os.fspath(folder):
         raise ValueError("The name of the folder is empty. Give '.' for the current one.")
-    found = (module.__dict__.get("expert_prefetch") for module in model.modules())
-    with ExitStack() as held:
-        for scheduler in found:
-            if isinstance(scheduler, PrefetchScheduler):
-                if scheduler.is_in_a_call():
-                    raise RuntimeError(
-                        "A model can't be saved packed from inside a forward of it. Do it when that has returned."
-                    )
-                # While another thread is in a call, the model's own Parameters are what was sent for that.
-                held.enter_context(scheduler.lock)
+    known = (module.__dict__.get("expert_prefetch") for module in model.modules())
+    found = [scheduler for scheduler in known if isinstance(scheduler, PrefetchScheduler)]
+    if any(scheduler.is_in_a_call() for scheduler in found):
+        raise RuntimeError("A model can't be saved packed from inside a forward of it. Do it when that has returned.")
+
+    def write() -> Written:
         return _write(model, Path(folder), lambda parameter: parameter.detach(), progress, stream_device(None))
+
+    # While another thread is in a call, the model's own Parameters are what was sent for that.
+    return holding([scheduler.lock for scheduler in found], write)
 
 
 def pack_checkpoint(source: Path, folder: Path, device: StreamDevice, *, progress: bool | None = None) -> Written:

@@ -88,7 +88,8 @@ def check_folder(folder: Path, name: str, nbytes: int) -> None:
 
 
 def _unwritten(folder: Path, name: str, nbytes: int, error: OSError) -> OSError:
-    is_file = folder.exists() and not folder.is_dir()
+    # As `os.path` asks, since pathlib has errors of its own for names that are too long.
+    is_file = os.path.exists(folder) and not os.path.isdir(folder)
     why = "it is a file. Give the path of a folder as offload_folder." if is_file else error.strerror or error
     return OSError(error.errno, f"The {shown(nbytes)} of {name} can't be written to {folder}, the offload_folder: {why}")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeVar
 
 from torch import nn
 
@@ -12,21 +12,26 @@ from ..hooks import detach, hook_of
 from ..memory.disk import OnDisk, replace_parameter
 from ..ops import schedulers
 from ..scheduling.scheduler import PrefetchScheduler
+from ..workers import holding
 from .guards import unguard
 from .packed import unpack_bank
 from .undo import Undo
 
 __all__ = ["Enabled", "between_calls", "enabled_on", "forget", "free_orphans", "refuse_foreign", "remember"]
 
-Enabled = list[tuple[PrefetchScheduler, Undo]]
+# There is no scheduler where a model could not be enabled, and what had been done by then not be undone.
+Enabled = list[tuple[PrefetchScheduler | None, Undo]]
+
+Result = TypeVar("Result")
 
 # Where an enabled model keeps the way back, and whose it is.
 _UNDO = "_expert_prefetch_undo"
 
 
-def remember(model: nn.Module, scheduler: PrefetchScheduler, undo: Undo) -> None:
+def remember(model: nn.Module, scheduler: PrefetchScheduler | None, undo: Undo) -> None:
     """What is enabled on a model, and how to undo it."""
-    model.__dict__.update({"expert_prefetch": scheduler, _UNDO: (scheduler, undo)})
+    known = {} if scheduler is None else {"expert_prefetch": scheduler}
+    model.__dict__.update({**known, _UNDO: (scheduler, undo)})
 
 
 def forget(model: nn.Module, guarded: Iterable[nn.Module]) -> None:
@@ -48,7 +53,7 @@ def enabled_on(model: nn.Module) -> Enabled:
         RuntimeError: called from inside a forward of its experts.
     """
     enabled = _enabled(model)
-    if any(scheduler.is_in_a_call() for scheduler, _ in enabled):
+    if any(scheduler.is_in_a_call() for scheduler in _schedulers(enabled)):
         raise RuntimeError(
             "Prefetching can't be disabled or enabled anew from inside a forward of the model's experts. Do it when that has "
             "returned."
@@ -56,14 +61,14 @@ def enabled_on(model: nn.Module) -> Enabled:
     return enabled
 
 
-@contextmanager
-def between_calls(model: nn.Module) -> Iterator[Enabled]:
-    """The same, while no call of its experts is under way."""
+def _schedulers(enabled: Enabled) -> list[PrefetchScheduler]:
+    return [scheduler for scheduler, _ in enabled if scheduler is not None]
+
+
+def between_calls(model: nn.Module, work: Callable[[Enabled], Result]) -> Result:
+    """Do some work with the same, while no call of the model's experts is under way."""
     enabled = enabled_on(model)
-    with ExitStack() as locks:
-        for scheduler, _ in enabled:
-            locks.enter_context(scheduler.lock)
-        yield enabled
+    return holding([scheduler.lock for scheduler in _schedulers(enabled)], lambda: work(enabled))
 
 
 def free_orphans(model: nn.Module) -> None:
@@ -82,7 +87,7 @@ def free_orphans(model: nn.Module) -> None:
 
 def refuse_foreign(model: nn.Module, banks: Collection[ExpertBank]) -> None:
     """Refuse what is prefetched through another object: that would send the old memory of its Parameters."""
-    own = [scheduler for scheduler, _ in _enabled(model)]
+    own = _schedulers(_enabled(model))
     others = [scheduler for scheduler in schedulers() if scheduler not in own and not scheduler.has_ended]
     theirs = {id(parameter) for scheduler in others for bank in scheduler.banks for parameter in bank.parameters.values()}
     for bank in banks:

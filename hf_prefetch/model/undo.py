@@ -24,6 +24,11 @@ class Undo:
         self.modules: tuple[nn.Module, ...] = ()
         self._steps: list[Callable[[], object]] = []
 
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to take back, or not any more."""
+        return not self._steps
+
     def add(self, step: Callable[..., object], *arguments: Any) -> None:
         """Add a step, to be taken before those that were added earlier."""
         self._steps.append(functools.partial(step, *arguments))

@@ -54,6 +54,6 @@ OF_MODELS = Remedies(
     steps='generate(cache_implementation="static") compiles a step, and takes Python out of it',
     host=(
         "Free some, or raise the limit on it (ulimit -v, a container's). Or have the experts of some layers in files: "
-        'host_memory="40GiB", say, and offload_folder="..."; or on the device: n_cpu_moe or gpu_memory.'
+        'host_memory="40GiB", say, and offload_folder="...", which goes without pack=True; or on the device: gpu_memory.'
     ),
 )
