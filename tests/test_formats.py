@@ -158,6 +158,39 @@ def test_a_slot_is_all_that_kernels_see(monkeypatch: pytest.MonkeyPatch) -> None
     disable_expert_prefetch(model)
 
 
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_view_that_kernels_put_in_the_place_of_a_weight_is_that_weight(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss's kernels for Triton make sure of the type of the scales at each call, and keep the result in the object."""
+    model = mxfp4_model(monkeypatch.setattr)
+    kernels = mxfp4.triton_kernels_hub.matmul_ogs
+    own = kernels.matmul_ogs
+
+    def makes_sure(given: torch.Tensor, weight: Any, *args: Any, precision_config: Any, **kwargs: Any) -> torch.Tensor:
+        storage = precision_config.weight_scale.storage
+        storage.data = storage.data.view(torch.uint8)
+        return own(given, weight, *args, precision_config=precision_config, **kwargs)
+
+    monkeypatch.setattr(kernels, "matmul_ogs", makes_sure)
+    check(model, 0, slots)
+
+
+def test_another_view_in_the_place_of_a_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mxfp4_model(monkeypatch.setattr)
+    kernels = mxfp4.triton_kernels_hub.matmul_ogs
+    own = kernels.matmul_ogs
+
+    def turns(given: torch.Tensor, weight: Any, *args: Any, precision_config: Any, **kwargs: Any) -> torch.Tensor:
+        result = own(given, weight, *args, precision_config=precision_config, **kwargs)
+        storage = precision_config.weight_scale.storage
+        storage.data = storage.data.transpose(1, 2)
+        return result
+
+    enable_expert_prefetch(model, device="cpu")
+    monkeypatch.setattr(kernels, "matmul_ogs", turns)
+    with pytest.raises(RuntimeError, match=r"has replaced its own weight .*weight_scale"), torch.no_grad():
+        model(prompt(LONG))
+
+
 def test_views_in_objects_do_not_keep_what_they_are_views_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transposed tensor knows the one that it was made of; experts would be there twice."""
     model = mxfp4_model(monkeypatch.setattr)

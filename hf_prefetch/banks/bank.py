@@ -135,14 +135,18 @@ class ExpertBank:
                 values[key] = tensors[name]
 
     def replaced(self, module: nn.Module, tensors: dict[str, nn.Parameter] | None = None) -> list[str]:
-        """Names of a holder's weights that are not these tensors; the bank's Parameters, if none are given."""
+        """Names of a holder's weights that are not these tensors; the bank's Parameters, if none are given.
+
+        Of tensors that are given a view that is all of one is that one: kernels put it in its place to be sure of its type.
+        """
         expected, replaced = self.parameters if tensors is None else tensors, []
         for refers, own, name in self._places_in(module):
             if (owner := refers()) is not None:
                 values, key = owner._parameters, own
                 if own not in values:
                     values, key = place_of(owner, own)
-                if values.get(key) is not expected[name]:
+                now = values.get(key)
+                if now is not expected[name] and (tensors is None or not _is_all_of(now, expected[name])):
                     replaced.append(name)
         return replaced
 
@@ -182,3 +186,12 @@ def _owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     while (inner := module._modules.get(name.partition(".")[0])) is not None:
         module, name = inner, name.partition(".")[2]
     return module, name
+
+
+def _is_all_of(view: object, tensor: torch.Tensor) -> bool:
+    """Whether one tensor reads the same bytes as another, as the same values in the same places."""
+    if type(view) not in (torch.Tensor, nn.Parameter) or not is_plain(tensor):
+        return False
+    assert isinstance(view, torch.Tensor)
+    looks = [(each.data_ptr(), each.dtype, each.shape, each.stride(), each.device) for each in (view, tensor)]
+    return looks[0] == looks[1]
