@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers.integrations import finegrained_fp8
 
 import bench_formats
@@ -16,7 +17,8 @@ WORDS = ["--device", "cpu", "--tiny", "--layers", "3", "--lengths", "24", "--rep
 
 def assert_exact(result: dict[str, Any]) -> None:
     """The same bits, ahead of use."""
-    assert result["equal"] == result["equal_after"] == {"24": True}
+    assert result["equal"] == result["equal_after"] == {"24": "equal"}
+    assert result["repeats_itself"] == {"24": True}
     assert result["report"]["fallbacks"] == 0
     assert result["report"]["lookahead_hits"] > 0
     assert result["kernels"] == "torch in its place"
@@ -50,11 +52,23 @@ def test_the_table_tells_what_is_missed() -> None:
         "link_bytes_per_second": 10,
         "resident": {"7": [0.5], "8": [2.0]},
         "prefetched": {"7": [1.2], "8": [2.0]},
-        "equal": {"7": False, "8": False},
+        "equal": {"7": "DIFFER", "8": "experts"},
         "repeats_itself": {"7": True, "8": False},
         "report": {"fallbacks": 0, "lookahead_hits": 1},
     }
     machine = {"name": "it", "torch": "2", "transformers": "5"}
     lines = bench_formats.table({"arms": {"some:fp8": result}, "machine": machine}).splitlines()
     assert "1.200 !DIFFER" in lines[2]
-    assert "1.000  not judged" in lines[3]
+    assert "1.000  experts *" in lines[3]
+    assert "does not always give the same bits" in lines[4]
+
+
+def test_experts_are_told_from_what_is_around_them() -> None:
+    """A block that was given something else is not judged."""
+    one, two = torch.ones(2), torch.zeros(2)
+    expected = bench_formats.Outputs([(one, one), (one, two)], [one])
+    assert bench_formats.Outputs([(one, one), (one, two)], [one]).beside(expected) == "equal"
+    assert bench_formats.Outputs([(one, one), (two, one)], [two]).beside(expected) == "experts"
+    assert bench_formats.Outputs([(one, one), (one, two)], [two]).beside(expected) == "experts"
+    assert bench_formats.Outputs([(one, two), (two, one)], [two]).beside(expected) == "DIFFER"
+    assert bench_formats.Outputs([(two, one), (two, one)], [two]).beside(expected) == "DIFFER", "nothing could be compared"
