@@ -5,7 +5,7 @@
 
 An arm is a shape and a format, `gpt-oss-20b:mxfp4` say, with random weights. It is the class of model that has this format in
 transformers (Qwen3-MoE for fp8, gpt-oss for MXFP4) in this shape. Each runs in a process of its own: first with all experts on
-the GPU, timed, the logits kept and what every block was given and gave; then prefetched, timed, and compared; then off again. The
+the GPU, timed, the logits kept and what every block was given and gave; then prefetched, timed, compared; then off again. The
 limit of a prefill is the greater of two times: with everything on the GPU, and of the experts' bytes over the link, as copies
 from page-locked memory measure it in the same process.
 
@@ -36,10 +36,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench_formats_report import BOUND, HEAD, failures, rows
 from bench_host import PinnedBlock
 from bench_models import describe_machine
 from bench_passes import timed
 from bench_shapes import SHAPES
+from columns import columns
 from hf_prefetch import disable_expert_prefetch, enable_expert_prefetch
 from quantized import BUILDERS
 
@@ -48,8 +50,6 @@ __all__ = ["ARMS", "main", "measure", "table"]
 Json = dict[str, Any]
 
 ARMS = ("gpt-oss-20b:mxfp4", "qwen3-30b-a3b:fp8", "qwen3-30b-a3b:mxfp4", "gpt-oss-20b:fp8")
-# How a prefill may compare with its limit.
-BOUND = 1.05
 NEW_TOKENS = 4
 # How often the model is compared with itself.
 LOOKS = 4
@@ -216,27 +216,13 @@ def in_a_process(arm: str, options: argparse.Namespace, kernels: Path | None, se
 
 def table(results: Json) -> str:
     """What was found, a line for each arm and length."""
-    head = f"{'arm':<20}{'tokens':>7}{'GPU':>9}{'link':>9}{'prefetched':>12}{'of limit':>10}  {'bits':<10}kernels"
-    lines = [head, "-" * len(head)]
+    lines = columns(HEAD, rows(results))
+    lines.insert(1, "-" * len(lines[0]))
     for arm, result in results["arms"].items():
-        if "error" in result:
-            lines.append(f"{arm:<20}failed: {result['error']}")
-            continue
-        link = result["bank_bytes"] / result["link_bytes_per_second"]
-        for length, seconds in result["resident"].items():
-            on_gpu, prefetched = statistics.median(seconds), statistics.median(result["prefetched"][length])
-            ratio = prefetched / max(on_gpu, link)
-            bits = result["equal"][length] + ("" if result["repeats_itself"][length] else " *")
-            mark = "" if ratio <= BOUND else " !"
-            lines.append(
-                f"{arm:<20}{length:>7}{on_gpu:>9.4f}{link:>9.4f}{prefetched:>12.4f}{ratio:>10.3f}{mark:<2}{bits:<10}"
-                f"{result['kernels']}"
-            )
-        if result["report"]["fallbacks"] or not result["report"]["lookahead_hits"]:
-            lines.append(f"{arm:<20}{result['report']}")
-    if any(not all(result.get("repeats_itself", {}).values()) for result in results["arms"].values()):
-        lines.append("* with all of it on the GPU the model does not always give the same bits, either")
+        if "report" in result and (result["report"]["fallbacks"] or not result["report"]["lookahead_hits"]):
+            lines.append(f"{arm}: {result['report']}")
     machine = results["machine"]
+    lines += failures(results)
     lines.append(f"{machine['name']}, torch {machine['torch']}, transformers {machine['transformers']}; bound {BOUND} of limit")
     return "\n".join(lines)
 

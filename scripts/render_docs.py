@@ -4,8 +4,8 @@
     python scripts/render_docs.py --check    # exit with 1 if anything would
 
 A region begins with a line `<!-- table: NAME -->` and ends with a line `<!-- end -->`. NAME is `readme` for the short table of
-the README, or the name of a file in docs/benchmarks/ without its suffix, those in its folders as decode/NAME, memory/NAME
-and codecs/NAME.
+the README, or the name of a file in docs/benchmarks/ without its suffix, those in its folders as decode/NAME, memory/NAME,
+codecs/NAME and formats/NAME.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import Any
 
 import bench_codecs_report
 import bench_decode_report
+import bench_formats_report
 import bench_memory_report
 from bench_table import equality_word
 from published import IMAGES, MAIN_ARM, image_name, machine_line, model_line, read, size
 
 Json = dict[str, Any]
 
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/decode.md", "docs/memory.md", "docs/packing.md")
+DOCUMENTS = ("README.md", "docs/architectures.md", "docs/benchmarks.md", "docs/decode.md", "docs/memory.md", "docs/packing.md")
 # The file that the README shows, the prompts, and the arms beside what the link allows.
 README_FILE = "qwen3-30b-a3b"
 README_LENGTHS = (200, 2048, 8192, 32768)
@@ -79,6 +80,8 @@ def render(text: str, root: Path, folder: Path) -> str:
             body = memory_table(json.loads(source.read_text(encoding="utf-8")))
         elif name.startswith("codecs/"):
             body = codecs_table(json.loads(source.read_text(encoding="utf-8")))
+        elif name.startswith("formats/"):
+            body = formats_table(json.loads(source.read_text(encoding="utf-8")))
         elif name == "readme":
             body = readme_table(read(source), image_links(root, folder, source.stem, ("prefill",)))
         else:
@@ -252,6 +255,21 @@ def codecs_table(results: Json) -> str:
             f"- {results['date']}, by `{command(results)}`",
             "",
             *grid(*bench_codecs_report.code_rows(results)),
+        ]
+    )
+
+
+def formats_table(results: Json) -> str:
+    """A file of scripts/bench_formats.py: every arm and prompt."""
+    machine, layers = results["machine"], {arm["layers"] for arm in results["arms"].values() if "layers" in arm}
+    return "\n".join(
+        [
+            f"- {machine['name']}; torch {machine['torch']}, transformers {machine['transformers']}, hf_prefetch "
+            f"{machine['hf_prefetch']}; {', '.join(map(str, sorted(layers)))} layers, random weights; seconds",
+            f"- {results['date']}, by `{command(results)}`",
+            *(f"- {line}".replace("*", "\\*") for line in bench_formats_report.failures(results)),
+            "",
+            *grid(bench_formats_report.HEAD, bench_formats_report.rows(results)),
         ]
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def test_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_exact(result)
     assert "ModuleNotFoundError" in result["kernels_failed"]
     shown = capsys.readouterr().out
-    assert "olmoe:int3          failed: " in shown
+    assert "olmoe:int3 failed: " in shown
     assert "equal" in shown
 
 
@@ -56,11 +57,17 @@ def test_the_table_tells_what_is_missed() -> None:
         "repeats_itself": {"7": True, "8": False},
         "report": {"fallbacks": 0, "lookahead_hits": 1},
     }
-    machine = {"name": "it", "torch": "2", "transformers": "5"}
-    lines = bench_formats.table({"arms": {"some:fp8": result}, "machine": machine}).splitlines()
-    assert "1.200 !DIFFER" in lines[2]
-    assert "1.000  experts *" in lines[3]
-    assert "does not always give the same bits" in lines[4]
+    machine = {"name": "it", "torch": "2", "transformers": "5", "hf_prefetch": "0"}
+    results = {"arms": {"some:fp8": {**result, "layers": 3}, "other:fp8": {"error": "no time"}}, "machine": machine}
+    lines = bench_formats.table(results).splitlines()
+    assert "1.200 !   DIFFER" in lines[2]
+    assert "1.000     experts *" in lines[3]
+    assert "other:fp8 failed: no time" in lines[4]
+    assert "does not always give the same bits" in lines[5]
+    document = importlib.import_module("render_docs").formats_table({**results, "date": "today", "command": "bench_formats.py"})
+    assert "3 layers" in document
+    assert "| some:fp8 | 7 | 0.5000 | 1.0000 | 1.2000 | 1.200 ! | DIFFER | some |" in document
+    assert "- other:fp8 failed: no time" in document
 
 
 def test_experts_are_told_from_what_is_around_them() -> None:

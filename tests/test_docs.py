@@ -35,6 +35,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs" / "decode.md").write_text("# Decode\n\n<!-- table: decode/tiny -->\n<!-- end -->\n")
     (tmp_path / "docs" / "memory.md").write_text("# Memory\n\n<!-- table: memory/tiny -->\n<!-- end -->\n")
     (tmp_path / "docs" / "packing.md").write_text("# Packing\n\n<!-- table: packed -->\n<!-- end -->\n")
+    (tmp_path / "docs" / "architectures.md").write_text("# Formats\n\n<!-- table: formats/tiny -->\n<!-- end -->\n")
     return tmp_path
 
 
